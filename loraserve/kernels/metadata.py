@@ -1,0 +1,87 @@
+"""What the kernels are told about a step: which tokens attend to what, and which tokens belong to which adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from loraserve.compat import StrEnum
+
+
+class Kind(StrEnum):
+    """A place in the model that an adapter may change."""
+
+    Q = "q"
+    K = "k"
+    V = "v"
+    O = "o"  # noqa: E741 - the projection's own name
+    GATE = "gate"
+    UP = "up"
+    DOWN = "down"
+    EMBED = "embed"
+    LM_HEAD = "lm_head"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """The sequences of one step. Tokens are concatenated sequence by sequence; decode sequences come first.
+
+    A decode sequence has exactly one new token. `seq_lens` counts all tokens of a sequence, cached and new; the new
+    ones are its last `q_indptr[i+1] - q_indptr[i]`. `locations[req_rows[i], p]` is where position p of sequence i
+    lies in the KV cache.
+    """
+
+    req_rows: Tensor  # [num_seqs] int32
+    q_indptr: Tensor  # [num_seqs + 1] int32, q_indptr[-1] == num_tokens
+    seq_lens: Tensor  # [num_seqs] int32
+    locations: Tensor  # [num_rows, max_context] int32, the whole level-1 table
+    num_decode: int  # the first num_decode sequences have one new token each
+    max_seq_len: int  # largest of seq_lens, known on the host
+    max_q_len: int  # largest number of new tokens of one sequence, known on the host
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSegments:
+    """(token, slot, weight) triples sorted by slot; segment g holds the triples of `slots[g]`.
+
+    A token may appear in several segments (a blend) but at most once in each. Tokens of the base appear in none.
+    """
+
+    tokens: Tensor  # [num_triples] int32, row of x and y
+    weights: Tensor  # [num_triples] float32
+    slots: Tensor  # [num_segments] int32, -1 is a no-op
+    indptr: Tensor  # [num_segments + 1] int32
+    max_segment: int  # largest number of triples in one segment, known on the host
+
+
+@dataclass(slots=True)
+class LoraTarget:
+    """The device pool as one kind of projection sees it: for every layer and slot, pages of A and B rows.
+
+    Row i of A of (layer, slot) is the `in_features` elements of `storage` from
+    `a_pages[layer, slot, i // page_rows] + (i % page_rows) * in_features`; row i of B, stored transposed so that it has
+    `out_features` elements, likewise from `b_pages`. The adapter's scaling
+    is already in B. Rows at or past `ranks[layer, slot]` are not to be read. Slots that do not target this kind have
+    rank 0. Layer-less kinds (embed, lm_head) have one layer.
+    """
+
+    storage: Tensor  # [num_elements], the whole pool, in the pool's dtype
+    a_pages: Tensor  # [num_layers, num_slots, max_pages] int64, element offsets
+    b_pages: Tensor  # [num_layers, num_slots, max_pages] int64, element offsets
+    ranks: Tensor  # [num_layers, num_slots] int32
+    page_rows: int
+    in_features: int
+    out_features: int
+    out_offset: int = 0  # first column of the fused output that this projection writes
+
+
+@dataclass(slots=True)
+class LoraTables:
+    """Every kind's target, and the groups that share one input (fused outputs, columns side by side)."""
+
+    targets: dict[Kind, LoraTarget] = field(default_factory=dict)
+
+    def group(self, *kinds: Kind) -> tuple[LoraTarget, ...]:
+        """Targets of `kinds` that any slot uses at all, in order."""
+        return tuple(self.targets[kind] for kind in kinds if kind in self.targets)
