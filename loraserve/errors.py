@@ -168,6 +168,12 @@ class RequestAborted(LoraserveError):
     code = "request_aborted"
 
 
+class NonFiniteLogits(LoraserveError):
+    """The model's logits for this request are NaN or infinite; nothing can be sampled from them."""
+
+    code = "non_finite_logits"
+
+
 class EngineDead(LoraserveError):
     """The engine process ended; open requests are lost, the server restarts it."""
 
@@ -254,6 +260,87 @@ class BlendTooLarge(AdapterError):
     """The adapters of one request do not fit the device pool together."""
 
     code = "blend_too_large"
+
+
+# -- store --------------------------------------------------------------------------------------------------------
+
+
+class StorageFailed(AdapterError):
+    """The store's folder or database cannot be read or written."""
+
+    status = 503
+    type = "server_error"
+    code = "storage_failed"
+
+
+class DiskFull(StorageFailed):
+    """There is no room left for the adapter's files."""
+
+    status = 507
+    code = "disk_full"
+
+
+# -- hub ----------------------------------------------------------------------------------------------------------
+
+
+class HubError(AdapterError):
+    """The Hub answered with an error, or not as a Hub does."""
+
+    status = 502
+    type = "server_error"
+    code = "hub_error"
+
+
+class RepoNotFound(HubError):
+    """No such repository, or a private one without a valid token."""
+
+    status = 404
+    type = "not_found_error"
+    code = "repo_not_found"
+
+
+class RevisionNotFound(HubError):
+    """The repository has no such branch, tag or commit."""
+
+    status = 404
+    type = "not_found_error"
+    code = "revision_not_found"
+
+
+class SubfolderNotFound(AdapterError):
+    """The repository or folder has no such subfolder."""
+
+    status = 404
+    type = "not_found_error"
+    code = "subfolder_not_found"
+
+
+class HubAccessDenied(HubError):
+    """The repository is gated and the token has no access."""
+
+    status = 403
+    type = "permission_error"
+    code = "hub_access_denied"
+
+
+class HubRateLimited(HubError):
+    """The Hub asked to slow down, and waiting did not help."""
+
+    status = 503
+    code = "hub_rate_limited"
+
+
+class HubTimeout(HubError):
+    """The Hub did not answer in time."""
+
+    status = 504
+    code = "hub_timeout"
+
+
+class HubChecksumMismatch(HubError):
+    """Downloaded bytes are not the ones that the Hub announced."""
+
+    code = "hub_checksum_mismatch"
 
 
 def _all_classes(root: type[LoraserveError]) -> list[type[LoraserveError]]:
