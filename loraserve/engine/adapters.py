@@ -1,0 +1,157 @@
+"""The engine's adapter desk: load and drop calls from the server, answered when the residency is done with them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from loraserve.engine.messages import AdapterStatus, ErrorInfo
+from loraserve.errors import AdapterFailed, AdapterNotFound, LoraserveError
+from loraserve.lora.format import parse_adapter
+from loraserve.lora.residency import (
+    AdapterDropped,
+    AdapterFailedEvent,
+    AdapterReady,
+    AdapterResidency,
+    ResidencyStats,
+)
+from loraserve.lora.spec import AdapterSpec, BaseGeometry
+from loraserve.scheduler.request import AdapterUse
+
+logger = logging.getLogger(__name__)
+
+Done = Callable[[LoraserveError | None], None]
+
+
+class AdapterDesk:
+    """Takes load and drop calls; parsing and staging run in threads, answers come from `advance`."""
+
+    def __init__(
+        self,
+        residency: AdapterResidency,
+        geometry: BaseGeometry,
+        max_rank: int,
+        on_dropped: Callable[[str], object],
+    ) -> None:
+        self._residency = residency
+        self._geometry = geometry
+        self._max_rank = max_rank
+        self._on_dropped = on_dropped
+        self._parser = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapter-parser")
+        self._parsing: dict[str, tuple[Future[AdapterSpec], str, bool]] = {}
+        self._loading: dict[str, list[Done]] = {}
+        self._dropping: dict[str, list[Done]] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether any version is on its way in or out."""
+        return bool(self._parsing or self._loading or self._dropping) or self._residency.busy
+
+    def load(self, version: str, folder: str, pinned: bool, done: Done) -> None:
+        """Start to parse and stage; a version that is already known is answered at once."""
+        if version in self._loading:
+            self._loading[version].append(done)
+        elif self._residency.knows(version) and version not in self._dropping:
+            self._residency.set_pinned(version, pinned)
+            done(None)
+        else:
+            self._loading[version] = [done]
+            future = self._parser.submit(parse_adapter, Path(folder), self._geometry, self._max_rank)
+            self._parsing[version] = (future, folder, pinned)
+
+    def drop(self, version: str, done: Done) -> None:
+        """Unregister; answered when its last lease is gone and everything is freed."""
+        if version in self._dropping:
+            self._dropping[version].append(done)
+        elif not self._residency.knows(version):
+            done(None)
+        else:
+            self._dropping[version] = [done]
+            self._residency.unregister(version)
+
+    def hold(self, adapters: Sequence[AdapterUse]) -> None:
+        """A request takes its versions. Raises, and holds nothing, unless all are known, sound and fit together."""
+        versions = [use.version for use in adapters]
+        for version in versions:
+            if not self._residency.knows(version) or version in self._dropping:
+                raise AdapterNotFound(f"adapter version {version[:12]} is not loaded")
+            failure = self._residency.failure(version)
+            if failure is not None:
+                raise failure
+        if versions:
+            self._residency.require_room(versions)
+        for version in versions:
+            self._residency.hold(version)
+
+    def unhold(self, adapters: Sequence[AdapterUse]) -> None:
+        """The request has ended."""
+        for use in adapters:
+            self._residency.unhold(use.version)
+
+    def advance(self, max_bytes: int) -> None:
+        """Collect what the threads finished, copy at most `max_bytes` to the device, answer calls."""
+        self._collect_parsed()
+        self._residency.advance(max_bytes)
+        for event in self._residency.take_events():
+            match event:
+                case AdapterReady(version=version):
+                    self._answer(self._loading, version, None)
+                case AdapterFailedEvent(version=version, error=error):
+                    if version in self._loading:
+                        # A refused load leaves nothing behind.
+                        self._residency.unregister(version)
+                    self._answer(self._loading, version, error)
+                case AdapterDropped(version=version):
+                    self._on_dropped(version)
+                    self._answer(self._dropping, version, None)
+
+    def statuses(self) -> list[AdapterStatus]:
+        """State of every known version."""
+        result = []
+        for info in self._residency.infos():
+            error = None if info.error is None else ErrorInfo.of(info.error)
+            result.append(
+                AdapterStatus(
+                    version=info.version,
+                    state=str(info.state),
+                    residency=str(info.tier),
+                    device_bytes=info.device_bytes,
+                    host_bytes=info.host_bytes,
+                    leases=info.leases,
+                    error=error,
+                )
+            )
+        return result
+
+    def stats(self) -> ResidencyStats:
+        """Counts and bytes of all tiers."""
+        return self._residency.stats()
+
+    def check(self) -> None:
+        """Raise `AssertionError` if the device pool does not add up."""
+        self._residency.check()
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._parser.shutdown(wait=True, cancel_futures=True)
+        self._residency.close()
+
+    def _collect_parsed(self) -> None:
+        for version, (future, folder, pinned) in list(self._parsing.items()):
+            if not future.done():
+                continue
+            del self._parsing[version]
+            try:
+                self._residency.register(version, Path(folder), future.result(), pinned)
+            except LoraserveError as error:
+                self._answer(self._loading, version, error)
+            except Exception:
+                logger.exception("parsing adapter version %s failed", version[:12])
+                self._answer(self._loading, version, AdapterFailed("the adapter could not be read"))
+
+    @staticmethod
+    def _answer(calls: dict[str, list[Done]], version: str, error: LoraserveError | None) -> None:
+        for done in calls.pop(version, []):
+            done(error)

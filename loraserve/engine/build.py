@@ -1,0 +1,134 @@
+"""The only place where the engine is wired together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from loraserve.config import EngineConfig, format_bytes
+from loraserve.engine.adapters import AdapterDesk
+from loraserve.engine.loop import EngineLoop
+from loraserve.engine.memory import MemoryPlan, plan_memory
+from loraserve.engine.messages import EngineInfo
+from loraserve.engine.runner import ModelRunner
+from loraserve.errors import ConfigError
+from loraserve.kernels.dispatch import select_ops
+from loraserve.kvcache.manager import CacheManager
+from loraserve.kvcache.pool import KVCache
+from loraserve.lora.pool import LoraPool
+from loraserve.lora.residency import AdapterResidency
+from loraserve.lora.spec import BaseGeometry, TargetGeometry
+from loraserve.models.config import ModelShape, load_shape
+from loraserve.models.demo import prepare_demo_model
+from loraserve.models.loading import load_decoder, resolve_dtype, resolve_model_path
+from loraserve.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """A wired engine: the loop, what it tells the server about itself, and how to end it."""
+
+    loop: EngineLoop
+    info: EngineInfo
+    close: Callable[[], None]
+
+
+def resolve_device(requested: str) -> torch.device:
+    """`auto` is CUDA (or ROCm) where there is one. Raises `ConfigError` when the requested device is not there."""
+    if requested == "cpu" or (requested == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"--device {requested}: this machine has no CUDA or ROCm device that torch can use")
+    return torch.device("cuda", 0)
+
+
+def geometry_of(shape: ModelShape, folder: Path, names: tuple[str, ...]) -> BaseGeometry:
+    """What the LoRA side must know of the base model, without torch and fit for a message."""
+    targets = tuple(
+        TargetGeometry(str(target.kind), target.in_features, target.out_features, target.num_layers)
+        for target in shape.lora_targets()
+    )
+    return BaseGeometry(targets=targets, names=names, tied_head=shape.tie_word_embeddings, folder=str(folder))
+
+
+def build_engine(config: EngineConfig) -> EngineParts:
+    """Load the model, size the pools, wire everything. Raises named errors for whatever cannot be served."""
+    device = resolve_device(config.model.device)
+    path = (
+        prepare_demo_model()
+        if config.model.model is None
+        else resolve_model_path(config.model.model, config.model.revision)
+    )
+    shape = load_shape(path)
+    dtype = resolve_dtype(config.model.dtype, shape, device)
+    ops = select_ops(config.model.kernels, device, dtype)
+    decoder = load_decoder(path, shape, dtype, device, ops)
+    getattr(ops, "warm_up", lambda: None)()
+    max_context = min(config.model.max_model_len or shape.max_context, shape.max_context)
+    per_token = KVCache.bytes_per_location(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
+    plan = plan_memory(config, device, per_token, max_context)
+    kv = KVCache(shape.num_layers, plan.kv_tokens, shape.num_kv_heads, shape.head_dim, dtype, device)
+    cache = CacheManager(config.cache, plan.kv_tokens, config.scheduler.max_running, max_context)
+    residency = _residency(config, shape, dtype, device, plan)
+    geometry = geometry_of(shape, path, _base_names(config, path))
+    scheduler = Scheduler(config.scheduler, cache, residency, adapter_wait_limit_s=config.lora.adapter_wait_limit_s)
+    # KV computed with weights that are gone would never be asked for again; its pages are worth more free.
+    desk = AdapterDesk(residency, geometry, config.lora.max_lora_rank, on_dropped=scheduler.forget_version)
+    loop = EngineLoop(
+        scheduler=scheduler,
+        runner=ModelRunner(decoder, kv, residency, cache.table, device),
+        adapters=desk,
+        page_size=config.cache.page_size,
+        eos_token_ids=frozenset(shape.eos_token_ids),
+        default_timeout_s=config.scheduler.request_timeout_s,
+    )
+    weights = f"weights         {format_bytes(decoder.num_bytes):>10}  {shape.architecture}, {dtype} on {device}"
+    info = EngineInfo(
+        model_path=str(path),
+        architecture=shape.architecture,
+        geometry=geometry,
+        vocab_size=shape.vocab_size,
+        max_context=max_context,
+        eos_token_ids=list(shape.eos_token_ids),
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        kernels=ops.name,
+        kv_tokens=plan.kv_tokens,
+        kv_bytes=plan.kv_bytes,
+        page_size=config.cache.page_size,
+        lora_bytes=plan.lora_bytes,
+        host_lora_bytes=plan.host_lora_bytes,
+        max_lora_rank=config.lora.max_lora_rank,
+        max_running=config.scheduler.max_running,
+        plan=[weights, *plan.lines],
+    )
+    for line in info.plan:
+        logger.info(line)
+    return EngineParts(loop=loop, info=info, close=desk.close)
+
+
+def _residency(
+    config: EngineConfig, shape: ModelShape, dtype: torch.dtype, device: torch.device, plan: MemoryPlan
+) -> AdapterResidency:
+    pool = LoraPool(
+        shape.lora_targets(),
+        capacity_bytes=plan.lora_bytes,
+        page_rows=config.lora.lora_page_rows,
+        max_slots=config.lora.max_lora_slots,
+        max_rank=config.lora.max_lora_rank,
+        dtype=dtype,
+        device=device,
+    )
+    return AdapterResidency(pool, host_capacity_bytes=plan.host_lora_bytes)
+
+
+def _base_names(config: EngineConfig, path: Path) -> tuple[str, ...]:
+    """Names under which an adapter's config may know this base."""
+    names = (config.model.model, config.model.served_model_name, path.name)
+    return tuple(dict.fromkeys(name for name in names if name))

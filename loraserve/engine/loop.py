@@ -1,0 +1,237 @@
+"""The step loop: intake → schedule → forward → sample → commit → emit. One thread owns it and all device state."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import psutil
+import torch
+
+from loraserve.engine.adapters import AdapterDesk
+from loraserve.engine.counters import StepCounters
+from loraserve.engine.messages import (
+    AdapterStatus,
+    AddRequest,
+    EngineStats,
+    ErrorInfo,
+    RequestOutput,
+    TokenLogprobs,
+)
+from loraserve.engine.runner import ModelRunner, StepOutput
+from loraserve.engine.sampler import Logprobs
+from loraserve.errors import LoraserveError, NonFiniteLogits, RequestAborted
+from loraserve.scheduler.batch import ScheduleBatch
+from loraserve.scheduler.request import FinishReason, Request, namespace_of
+from loraserve.scheduler.scheduler import Scheduler
+from loraserve.scheduler.stats import RequestEvent
+
+logger = logging.getLogger(__name__)
+
+# Bytes of adapter weights copied to the device between two forwards: about a millisecond of a CPU's copy rate, so a
+# cold adapter costs running streams far less than one decode step each time.
+UPLOAD_BYTES_PER_STEP = 4 * 2**20
+
+
+class EngineLoop:
+    """Requests in, outputs out, one `step()` at a time. Not thread-safe."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        adapters: AdapterDesk,
+        page_size: int,
+        eos_token_ids: frozenset[int],
+        default_timeout_s: float,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._adapters = adapters
+        self._page_size = page_size
+        self._eos = eos_token_ids
+        self._default_timeout_s = default_timeout_s
+        self._outputs: list[RequestOutput] = []
+        self._open: set[str] = set()
+        self._counters = StepCounters()
+        self._process = psutil.Process(os.getpid())
+
+    def step(self) -> bool:
+        """Move everything on by one forward at most; False when there was nothing to run."""
+        self._adapters.advance(UPLOAD_BYTES_PER_STEP)
+        batch = self._scheduler.get_next_batch()
+        if batch is None:
+            self._emit(None, None)
+            return False
+        started = time.monotonic()
+        output = self._forward(batch)
+        if output is not None:
+            self._scheduler.commit(batch, output.tokens)
+        self._counters.count_step(batch, time.monotonic() - started)
+        self._emit(batch, output)
+        return True
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests or adapters are on their way, even if no forward can run now."""
+        return self._scheduler.has_work() or self._adapters.busy
+
+    # -- intake ---------------------------------------------------------------------------------------------------
+
+    def add(self, message: AddRequest) -> None:
+        """Take a request; what cannot be taken ends at once with its error."""
+        now = time.monotonic()
+        params = message.params
+        if params.seed is None:
+            params = replace(params, seed=secrets.randbits(62))
+        request = Request(
+            id=message.id,
+            prompt=message.prompt,
+            params=params,
+            adapters=tuple(message.adapters),
+            namespace=namespace_of(tuple(message.adapters), message.cache_salt or ""),
+            tenant=message.tenant,
+            priority=message.priority,
+            arrival=now,
+            deadline=now + (self._default_timeout_s if message.timeout_s is None else message.timeout_s),
+            eos_ids=frozenset() if params.ignore_eos else self._eos,
+        )
+        try:
+            self._adapters.hold(request.adapters)
+            try:
+                self._scheduler.add(request)
+            except LoraserveError:
+                self._adapters.unhold(request.adapters)
+                raise
+        except LoraserveError as error:
+            self._outputs.append(_failed(message.id, error))
+        else:
+            self._open.add(message.id)
+
+    def abort(self, request_id: str, error: LoraserveError | None = None) -> bool:
+        """End a request; with `error` its terminal output carries it."""
+        reason = FinishReason.ABORT if error is None else FinishReason.ERROR
+        return self._scheduler.abort(request_id, reason, error)
+
+    def abort_all(self, error: LoraserveError) -> None:
+        """End every open request with `error`."""
+        for request_id in list(self._open):
+            self._scheduler.abort(request_id, FinishReason.ERROR, error)
+        self._emit(None, None)
+
+    def load_adapter(
+        self, version: str, folder: str, pinned: bool, done: Callable[[LoraserveError | None], None]
+    ) -> None:
+        """Check and stage a version beside the loop; `done` is called from a later `step`."""
+        self._adapters.load(version, folder, pinned, done)
+
+    def drop_adapter(self, version: str, force: bool, done: Callable[[LoraserveError | None], None]) -> None:
+        """Forget a version once its requests have ended (`force`: end them now); `done` when all is freed."""
+        if force:
+            self._scheduler.abort_version(version, RequestAborted("the adapter was unloaded by force"))
+        self._adapters.drop(version, done)
+
+    # -- out ------------------------------------------------------------------------------------------------------
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """All news since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def adapter_statuses(self) -> list[AdapterStatus]:
+        """State of every version."""
+        return self._adapters.statuses()
+
+    def check(self) -> None:
+        """Raise `AssertionError` if any pool, row or lease does not add up."""
+        self._scheduler.check()
+        self._adapters.check()
+
+    def stats(self) -> EngineStats:
+        """A snapshot for metrics and health."""
+        counters, queue, lora = self._counters, self._scheduler.stats(), self._adapters.stats()
+        return EngineStats(
+            steps_total=counters.steps,
+            slowest_step_s=counters.slowest_step_s,
+            waiting=queue.waiting,
+            running=queue.running,
+            waiting_reasons={str(reason): count for reason, count in queue.waiting_reasons},
+            kv_tokens_used=queue.pages_used * self._page_size,
+            kv_tokens_cached=queue.pages_evictable * self._page_size,
+            kv_tokens_total=queue.pages_total * self._page_size,
+            lora_bytes_used=lora.device_bytes,
+            lora_bytes_total=lora.device_capacity,
+            host_lora_bytes_used=lora.host_bytes,
+            adapters_resident=lora.resident,
+            adapters_registered=lora.registered,
+            adapter_loads_total=lora.uploads,
+            adapter_evictions_total=lora.evictions,
+            retractions_total=queue.retractions_total,
+            prompt_tokens_total=queue.prompt_tokens_total,
+            cached_tokens_total=queue.cached_tokens_total,
+            output_tokens_total=queue.output_tokens_total,
+            requests_total=dict(counters.requests),
+            rows_total=dict(counters.rows),
+            step_adapters=dict(counters.step_adapters),
+            mixed_steps_total=counters.mixed_steps,
+            rss_bytes=self._process.memory_info().rss,
+        )
+
+    # -- inside a step --------------------------------------------------------------------------------------------
+
+    def _forward(self, batch: ScheduleBatch) -> StepOutput | None:
+        """Run the forward; if it fails, its requests end with the error and everybody else goes on."""
+        try:
+            with torch.no_grad():
+                worker_batch = batch.to_worker_batch()
+                output = self._runner.execute(worker_batch, self._runner.prepare(worker_batch))
+        except Exception as error:
+            ids = ", ".join(entry.request.id for entry in batch.entries)
+            logger.exception("a step failed; its requests end: %s", ids)
+            known = error if isinstance(error, LoraserveError) else LoraserveError("internal error in a forward")
+            self._scheduler.fail(batch, known)
+            return None
+        for index in output.broken:
+            request = worker_batch.requests[index]
+            logger.error("request %s: logits are not finite", request.id)
+            self._scheduler.abort(request.id, FinishReason.ERROR, NonFiniteLogits("the logits are not finite"))
+        return output
+
+    def _emit(self, batch: ScheduleBatch | None, output: StepOutput | None) -> None:
+        logprobs: dict[str, Logprobs] = {}
+        if batch is not None and output is not None:
+            for entry, value in zip(batch.entries, output.logprobs, strict=True):
+                if value is not None:
+                    logprobs[entry.request.id] = value
+        for event in self._scheduler.take_events():
+            self._outputs.append(self._output_of(event, logprobs.get(event.request.id)))
+
+    def _output_of(self, event: RequestEvent, logprobs: Logprobs | None) -> RequestOutput:
+        request = event.request
+        prompt_logprobs = self._runner.take_prompt_logprobs(request)
+        if event.finish_reason is not None:
+            self._runner.forget(request.id)
+            self._open.discard(request.id)
+            self._adapters.unhold(request.adapters)
+            self._counters.requests[str(event.finish_reason)] += 1
+        return RequestOutput(
+            id=request.id,
+            token_ids=list(event.new_tokens),
+            logprobs=[_wire(logprobs)] if logprobs is not None and event.new_tokens else None,
+            prompt_logprobs=None if prompt_logprobs is None else [v and _wire(v) for v in prompt_logprobs],
+            finish_reason=None if event.finish_reason is None else str(event.finish_reason),
+            error=None if event.error is None else ErrorInfo.of(event.error),
+            cached_tokens=request.num_cached,
+        )
+
+
+def _wire(value: Logprobs) -> TokenLogprobs:
+    return TokenLogprobs(value.token, value.logprob, value.top)
+
+
+def _failed(request_id: str, error: LoraserveError) -> RequestOutput:
+    return RequestOutput(id=request_id, finish_reason="error", error=ErrorInfo.of(error))

@@ -1,0 +1,180 @@
+"""The model runner: plain arrays of a step → device tensors → decoder → sampled tokens and log-probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from loraserve.engine.sampler import Logprobs, SamplingRow, logprobs_of, sample
+from loraserve.kernels.metadata import AttentionBatch
+from loraserve.kvcache.pool import KVCache
+from loraserve.lora.batch import build_segments
+from loraserve.lora.residency import AdapterResidency
+from loraserve.models.decoder import Decoder
+from loraserve.models.forward_batch import ForwardBatch
+from loraserve.scheduler.batch import ModelWorkerBatch
+from loraserve.scheduler.request import Request
+
+# Logits of this many rows are held at once when a prompt's log-probabilities are wanted.
+_PROMPT_ROWS_BLOCK = 128
+
+
+class StepOutput(NamedTuple):
+    """Per sequence of the step: the sampled token, or None if none was due or its logits were not finite."""
+
+    tokens: list[int | None]
+    logprobs: list[Logprobs | None]
+    broken: list[int]  # sequences whose logits were not finite
+
+
+@dataclass(slots=True)
+class PromptLogprobs:
+    """Log-probabilities of a prompt's tokens as they are computed, chunk by chunk; the first token has none."""
+
+    values: list[Logprobs | None] = field(default_factory=lambda: [None])
+    emitted: bool = False
+
+
+class ModelRunner:
+    """Runs one step on the device. Belongs to the engine's thread."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: KVCache,
+        residency: AdapterResidency,
+        locations: np.ndarray,  # [num_rows, max_context] int32, the level-1 table
+        device: torch.device,
+    ) -> None:
+        self._decoder = decoder
+        self._kv = kv
+        self._residency = residency
+        self._host_locations = locations
+        # On the CPU the table is shared, not copied; elsewhere each step sends the rows that it needs.
+        self._locations = torch.from_numpy(locations)
+        self._device = device
+        self.prompt_logprobs: dict[str, PromptLogprobs] = {}
+
+    def prepare(self, batch: ModelWorkerBatch) -> ForwardBatch:
+        """Put a step's arrays on the device."""
+        slots = [[(self._residency.slot(use.version), use.scale) for use in adapters] for adapters in batch.adapters]
+        sampled = np.flatnonzero(batch.sample)
+        last = (batch.q_indptr[1:] - 1)[sampled].astype(np.int64)
+        logits_indptr = np.arange(len(sampled) + 1, dtype=np.int32)
+        return ForwardBatch(
+            input_ids=self._tensor(batch.input_ids),
+            positions=self._tensor(batch.positions),
+            out_loc=self._tensor(batch.out_loc),
+            context_lens=self._tensor(batch.context_lens),
+            attention=self._attention(batch),
+            logits_rows=self._tensor(last),
+            lora=build_segments(slots, batch.q_indptr, self._device),
+            lora_logits=build_segments([slots[i] for i in sampled], logits_indptr, self._device),
+        )
+
+    def execute(self, batch: ModelWorkerBatch, forward: ForwardBatch) -> StepOutput:
+        """Compute the step and choose the next token of every sequence that is due one."""
+        tables = self._residency.tables
+        hidden = self._decoder.forward(forward, self._kv, tables)
+        self._collect_prompt_logprobs(batch, hidden)
+        tokens: list[int | None] = [None] * len(batch.requests)
+        logprobs: list[Logprobs | None] = [None] * len(batch.requests)
+        broken: list[int] = []
+        due = np.flatnonzero(batch.sample).tolist()
+        if due:
+            logits = self._decoder.logits(hidden[forward.logits_rows], tables, forward.lora_logits)
+            rows = [_sampling_row(batch.requests[i]) for i in due]
+            chosen = sample(logits, rows)
+            for i, token in zip(due, chosen, strict=True):
+                tokens[i] = token
+                if token is None:
+                    broken.append(i)
+            self._sampled_logprobs(batch, due, logits, chosen, logprobs)
+        return StepOutput(tokens, logprobs, broken)
+
+    def take_prompt_logprobs(self, request: Request) -> list[Logprobs | None] | None:
+        """A prompt's log-probabilities, once, as soon as all are known; None before and after."""
+        found = self.prompt_logprobs.get(request.id)
+        if found is None or found.emitted or len(found.values) < len(request.prompt):
+            return None
+        found.emitted = True
+        return found.values
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is kept for a request that ended."""
+        self.prompt_logprobs.pop(request_id, None)
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+    def _attention(self, batch: ModelWorkerBatch) -> AttentionBatch:
+        max_seq_len = int(batch.seq_lens.max())
+        q_lens = np.diff(batch.q_indptr)
+        req_rows, locations = batch.req_rows, self._locations
+        if self._device.type != "cpu":
+            locations = self._tensor(self._host_locations[batch.req_rows, :max_seq_len])
+            req_rows = np.arange(len(batch.req_rows), dtype=np.int32)
+        return AttentionBatch(
+            req_rows=self._tensor(req_rows),
+            q_indptr=self._tensor(batch.q_indptr),
+            seq_lens=self._tensor(batch.seq_lens),
+            locations=locations,
+            num_decode=batch.num_decode,
+            max_seq_len=max_seq_len,
+            max_q_len=int(q_lens.max()),
+        )
+
+    def _sampled_logprobs(
+        self,
+        batch: ModelWorkerBatch,
+        due: list[int],
+        logits: Tensor,
+        chosen: list[int | None],
+        into: list[Logprobs | None],
+    ) -> None:
+        wanted: list[tuple[int, int, int, int]] = []  # sequence, row of logits, token, number of alternatives
+        for row, (i, token) in enumerate(zip(due, chosen, strict=True)):
+            count = batch.requests[i].params.logprobs
+            if count is not None and token is not None:
+                wanted.append((i, row, token, count))
+        if not wanted:
+            return
+        picked = logits[[row for _, row, _, _ in wanted]]
+        found = logprobs_of(picked, [token for *_, token, _ in wanted], [count for *_, count in wanted])
+        for (i, *_), value in zip(wanted, found, strict=True):
+            into[i] = value
+
+    def _collect_prompt_logprobs(self, batch: ModelWorkerBatch, hidden: Tensor) -> None:
+        for i, request in enumerate(batch.requests):
+            count = request.params.prompt_logprobs
+            if count is None:
+                continue
+            kept = self.prompt_logprobs.setdefault(request.id, PromptLogprobs())
+            start, stop = int(batch.q_indptr[i]), int(batch.q_indptr[i + 1])
+            first = int(batch.positions[start])
+            # The row at position p predicts token p + 1; rows already counted come again after a retraction.
+            low = max(len(kept.values) - 1, first)
+            high = min(first + stop - start, len(request.prompt) - 1)
+            for at in range(low, high, _PROMPT_ROWS_BLOCK):
+                end = min(at + _PROMPT_ROWS_BLOCK, high)
+                kept.values += self._prompt_block(batch, i, hidden[start + at - first : start + end - first], at, count)
+
+    def _prompt_block(
+        self, batch: ModelWorkerBatch, sequence: int, hidden: Tensor, at: int, count: int
+    ) -> list[Logprobs]:
+        slots = [(self._residency.slot(use.version), use.scale) for use in batch.adapters[sequence]]
+        indptr = np.array([0, hidden.shape[0]], dtype=np.int32)
+        segments = build_segments([slots], indptr, self._device)
+        logits = self._decoder.logits(hidden.contiguous(), self._residency.tables, segments)
+        tokens = batch.requests[sequence].prompt[at + 1 : at + 1 + hidden.shape[0]]
+        return logprobs_of(logits, tokens, [count] * len(tokens))
+
+
+def _sampling_row(request: Request) -> SamplingRow:
+    seed = request.params.seed
+    assert seed is not None  # the loop gives every request one
+    return SamplingRow(request.params, seed, len(request.output))
