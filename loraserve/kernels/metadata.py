@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -53,6 +54,16 @@ class LoraSegments:
     slots: Tensor  # [num_segments] int32, -1 is a no-op
     indptr: Tensor  # [num_segments + 1] int32
     max_segment: int  # largest number of triples in one segment, known on the host
+
+
+class LoraTargetShape(NamedTuple):
+    """The sizes of one kind of projection in the base model, from which the pool makes its `LoraTarget`."""
+
+    kind: Kind
+    in_features: int
+    out_features: int
+    out_offset: int  # first column of the fused output
+    num_layers: int
 
 
 @dataclass(slots=True)

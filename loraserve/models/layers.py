@@ -1,0 +1,123 @@
+"""The two halves of a decoder layer, attention and MLP, over one step's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from loraserve.kernels.metadata import Kind, LoraSegments, LoraTables, LoraTarget
+from loraserve.kernels.ops import Ops, PackedLinear
+from loraserve.models.forward_batch import ForwardBatch
+from loraserve.models.rope import Rotation
+
+
+class KVTensors(Protocol):
+    """The part of a KV cache that the decoder touches: per layer [num_locations, kv_heads, head_dim]."""
+
+    @property
+    def k(self) -> Sequence[Tensor]:
+        """Keys, rotated."""
+        ...
+
+    @property
+    def v(self) -> Sequence[Tensor]:
+        """Values."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer's weights, linears packed by the backend: qkv is q|k|v, gate_up is gate|up."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: PackedLinear
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None  # [head_dim]
+    o: PackedLinear
+    post_norm: Tensor  # [hidden]
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class StepLora:
+    """The adapters of one step, grouped by fused linear once so that layers only ask "is there any"."""
+
+    segments: LoraSegments
+    qkv: tuple[LoraTarget, ...]
+    o: tuple[LoraTarget, ...]
+    gate_up: tuple[LoraTarget, ...]
+    down: tuple[LoraTarget, ...]
+
+    @staticmethod
+    def of(tables: LoraTables, segments: LoraSegments) -> StepLora:
+        """Group the tables' targets."""
+        return StepLora(
+            segments,
+            qkv=tables.group(Kind.Q, Kind.K, Kind.V),
+            o=tables.group(Kind.O),
+            gate_up=tables.group(Kind.GATE, Kind.UP),
+            down=tables.group(Kind.DOWN),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What every layer of one forward shares."""
+
+    ops: Ops
+    batch: ForwardBatch
+    kv: KVTensors
+    rotation: Rotation
+    lora: StepLora | None  # None when no token of the step uses an adapter
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Attention and MLP of one layer; each takes normed hidden states and returns what is added to the residual."""
+
+    index: int
+    weights: LayerWeights
+    scale: float  # of attention scores
+    window: int | None
+    activation: str
+    eps: float
+
+    def attend(self, x: Tensor, step: Step) -> Tensor:
+        """Self-attention; writes the tokens' K and V. x: [num_tokens, hidden] → new [num_tokens, hidden]."""
+        ops, weights, lora = step.ops, self.weights, step.lora
+        k_cache, v_cache = step.kv.k[self.index], step.kv.v[self.index]
+        qkv = weights.qkv(x)
+        if lora is not None and lora.qkv:
+            ops.lora_apply(qkv, x, lora.qkv, self.index, lora.segments)
+        q = ops.rope_write_kv(
+            qkv,
+            step.rotation.cos,
+            step.rotation.sin,
+            k_cache,
+            v_cache,
+            step.batch.out_loc,
+            weights.q_norm,
+            weights.k_norm,
+            self.eps,
+        )
+        heads = ops.attention(q, k_cache, v_cache, step.batch.attention, self.scale, self.window)
+        out = weights.o(heads)
+        if lora is not None and lora.o:
+            ops.lora_apply(out, heads, lora.o, self.index, lora.segments)
+        return out
+
+    def transform(self, x: Tensor, step: Step) -> Tensor:
+        """The gated MLP. x: [num_tokens, hidden] → new [num_tokens, hidden]."""
+        ops, weights, lora = step.ops, self.weights, step.lora
+        gate_up = weights.gate_up(x)
+        if lora is not None and lora.gate_up:
+            ops.lora_apply(gate_up, x, lora.gate_up, self.index, lora.segments)
+        inner = ops.act_and_mul(gate_up, self.activation)
+        out = weights.down(inner)
+        if lora is not None and lora.down:
+            ops.lora_apply(out, inner, lora.down, self.index, lora.segments)
+        return out
