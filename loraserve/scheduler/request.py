@@ -1,0 +1,142 @@
+"""`Request`: one prompt on its way to one answer, and everything the scheduler remembers about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loraserve.compat import StrEnum
+from loraserve.errors import InvalidRequest, LoraserveError
+from loraserve.sampling import SamplingParams
+
+Tokens = NDArray[np.int64]
+
+_SCALE, _JOIN, _SALT = "*", "+", "|"  # a namespace reads `version*scale+version*scale|salt`
+
+
+class RequestState(StrEnum):
+    """Where a request is in its life. A retracted request is waiting again."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+
+
+class AdapterUse(NamedTuple):
+    """One adapter version and the factor its delta is multiplied with, on top of its own scaling."""
+
+    version: str
+    scale: float
+
+
+def namespace_of(adapters: tuple[AdapterUse, ...], cache_salt: str = "") -> str:
+    """Prefix-cache key of everything besides the tokens that decides the KV: versions, scales and the tenant's salt.
+
+    The order of a blend does not matter. Never empty. Raises `InvalidRequest` for a version or scale that no key can
+    be made of.
+    """
+    for use in adapters:
+        if not use.version or any(mark in use.version for mark in (_SCALE, _JOIN, _SALT)):
+            raise InvalidRequest(f"{use.version!r} is not an adapter version", param="lora")
+        if not isfinite(use.scale):
+            raise InvalidRequest(f"the scale of an adapter must be a finite number, got {use.scale!r}", param="lora")
+    blend = _JOIN.join(f"{version}{_SCALE}{float(scale)!r}" for version, scale in sorted(adapters))
+    return f"{blend}{_SALT}{cache_salt}"
+
+
+def namespace_uses(namespace: str, version: str) -> bool:
+    """Whether `namespace` was made with this adapter version (its salt is not searched)."""
+    blend = namespace.partition(_SALT)[0]
+    return any(part.partition(_SCALE)[0] == version for part in blend.split(_JOIN))
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt on its way to one answer.
+
+    The creator fills the first block; the scheduler owns the second. Tokens are known in `prompt` and `output`; the
+    KV of the first `num_computed` of them is in the cache while the request runs.
+    """
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    adapters: tuple[AdapterUse, ...] = ()
+    namespace: str = ""  # from `namespace_of`; left empty it is made from `adapters` without a salt
+    tenant: str = ""
+    priority: int = 0  # smaller is earlier
+    arrival: float = 0.0  # monotonic seconds; 0: when it is added
+    deadline: float | None = None  # monotonic seconds; None: the scheduler's default limit
+    eos_ids: frozenset[int] = frozenset()
+
+    output: list[int] = field(default_factory=list)
+    state: RequestState = RequestState.WAITING
+    finish_reason: FinishReason | None = None
+    error: LoraserveError | None = None
+    stop_token: int | None = None  # the EOS or stop token that ended it; it is the last of `output`
+    row: int | None = None  # level-1 row while running
+    num_computed: int = 0  # tokens whose KV is in the cache
+    num_cached: int = 0  # prompt tokens reused at the first admission, for usage
+    num_retractions: int = 0
+    prompt_logprobs_done: int = 0  # leading prompt positions whose logits were already seen in a committed step
+    max_total: int = 0  # most tokens of prompt and output together; set when added
+    order: int = -1  # position in the order of arrival; set when added
+    admitted: bool = False  # whether it ever ran
+    passed_over_at: float | None = None  # when it was first passed over because its adapter was not on the device
+    wanted_at: float | None = None  # when the scheduler first asked for its adapters
+    aborting: FinishReason | None = None  # to end at commit, because the step in flight still writes its pages
+
+    prompt_ids: Tokens = field(init=False, repr=False)
+    prefill_ids: Tokens = field(init=False, repr=False)  # all tokens known at the last admission
+    versions: tuple[str, ...] = field(init=False)  # distinct adapter versions
+
+    def __post_init__(self) -> None:
+        self.prompt_ids = np.array(self.prompt, dtype=np.int64)
+        self.prefill_ids = self.prompt_ids
+        self.versions = tuple(dict.fromkeys(use.version for use in self.adapters))
+        if not self.namespace:
+            self.namespace = namespace_of(self.adapters)
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far, prompt and output."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether tokens known at admission still lack their KV, so that nothing can be sampled from it yet."""
+        return self.num_computed < len(self.prefill_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether its terminal event was made."""
+        return self.state == RequestState.FINISHED
+
+    def token_ids(self) -> Tokens:
+        """Prompt and output as one array."""
+        if not self.output:
+            return self.prompt_ids
+        return np.concatenate((self.prompt_ids, np.array(self.output, dtype=np.int64)))
+
+    def rank(self) -> tuple[int, int]:
+        """Who keeps its pages when KV runs out: the largest goes first."""
+        return self.priority, self.order
