@@ -25,6 +25,10 @@ class Ops(Protocol):
 
     name: str
 
+    def warm_up(self) -> None:
+        """Compile whatever is compiled at run time, before the first request; may take a minute the first time."""
+        ...
+
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         """Prepare a base weight [out, in] once at load; the caller gives up its own reference afterwards."""
         ...

@@ -1,0 +1,290 @@
+"""Attention over the paged cache on CPU, float32.
+
+Sequences with few new tokens run in a Numba kernel that reads each K and V row once for all query heads, in the order
+in which they lie in memory. Its work is the list of (token, positions) laid end to end and cut into equal shares, one
+per worker, wherever that falls: sequences on a cut leave partial softmax sums that are merged at the end. So one long
+context is as well spread over the threads as many short ones. Prefill chunks gather their K and V and use torch's
+blocked attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numba import prange
+from torch import Tensor
+
+from loraserve.kernels.cpu_math import compiled, compiled_parallel, fast_exp
+from loraserve.kernels.metadata import AttentionBatch
+
+Array = np.ndarray[Any, Any]
+
+_BLOCK = 32  # positions scored before their values are read: their K and V stay in the first-level cache
+_LOWEST = -1e30  # start of the running maximum; finite, so that differences are never NaN
+_MAX_ITEM_TOKENS = 4  # sequences with at most so many new tokens go to the decode kernel, token by token
+_SERIAL_WORK = 1 << 17  # positions × heads × head_dim below which one thread is faster than waking the others
+
+
+@compiled
+def _attend_span(
+    q: Array,
+    k: Array,
+    v: Array,
+    where: Array,
+    first: int,
+    last: int,
+    scores: Array,
+    top: Array,
+    total: Array,
+    acc: Array,
+    kv_of: Array,
+) -> None:
+    """Online softmax of one token over positions [first, last). q: [heads, head_dim], scaled.
+
+    `kv_of` [heads] is each head's KV head. Updates the running
+    maximum `top` [heads], sum `total` [heads] and weighted values `acc` [heads, head_dim].
+    """
+    heads, width = q.shape
+    for start in range(first, last, scores.shape[1]):
+        count = min(scores.shape[1], last - start)
+        quads = count - count % 4
+        # Four positions at a time: a row of q is loaded once for four rows of K, and four sums run side by side.
+        for j in range(0, quads, 4):
+            r0, r1, r2, r3 = where[start + j], where[start + j + 1], where[start + j + 2], where[start + j + 3]
+            for h in range(heads):
+                kh = kv_of[h]
+                s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+                for d in range(width):
+                    s0 += q[h, d] * k[r0, kh, d]
+                    s1 += q[h, d] * k[r1, kh, d]
+                    s2 += q[h, d] * k[r2, kh, d]
+                    s3 += q[h, d] * k[r3, kh, d]
+                scores[h, j], scores[h, j + 1], scores[h, j + 2], scores[h, j + 3] = s0, s1, s2, s3
+        for j in range(quads, count):
+            r0 = where[start + j]
+            for h in range(heads):
+                kh = kv_of[h]
+                s0 = np.float32(0)
+                for d in range(width):
+                    s0 += q[h, d] * k[r0, kh, d]
+                scores[h, j] = s0
+        for h in range(heads):
+            highest = top[h]
+            for j in range(count):
+                highest = max(highest, scores[h, j])
+            shrink = fast_exp(top[h] - highest)
+            added = np.float32(0)
+            for j in range(count):
+                weight = fast_exp(scores[h, j] - highest)
+                scores[h, j] = weight
+                added += weight
+            total[h] = total[h] * shrink + added
+            top[h] = highest
+            for d in range(width):
+                acc[h, d] *= shrink
+        for j in range(0, quads, 4):
+            r0, r1, r2, r3 = where[start + j], where[start + j + 1], where[start + j + 2], where[start + j + 3]
+            for h in range(heads):
+                kh = kv_of[h]
+                w0, w1, w2, w3 = scores[h, j], scores[h, j + 1], scores[h, j + 2], scores[h, j + 3]
+                for d in range(width):
+                    acc[h, d] += w0 * v[r0, kh, d] + w1 * v[r1, kh, d] + w2 * v[r2, kh, d] + w3 * v[r3, kh, d]
+        for j in range(quads, count):
+            r0 = where[start + j]
+            for h in range(heads):
+                kh = kv_of[h]
+                w0 = scores[h, j]
+                for d in range(width):
+                    acc[h, d] += w0 * v[r0, kh, d]
+
+
+@compiled
+def decode_share(
+    q: Array,
+    k: Array,
+    v: Array,
+    locations: Array,
+    items: Array,
+    ends: Array,
+    scale: float,
+    out: Array,
+    begin: int,
+    end: int,
+    partial: Array,
+    partial_item: Array,
+) -> None:
+    """Work on positions [begin, end) of all items' positions laid end to end; `ends` are the items' running ends.
+
+    items: [n, 3] (row of q, row of locations, first position). An item that lies wholly inside is written to `out`;
+    one that a cut goes through leaves [heads, head_dim + 2] (values, sum, maximum) in `partial`: the first item in
+    slot 0, the last in slot 1.
+    """
+    heads, width = q.shape[1], q.shape[2]
+    scores = np.empty((heads, _BLOCK), np.float32)
+    top = np.empty(heads, np.float32)
+    total = np.empty(heads, np.float32)
+    acc = np.empty((heads, width), np.float32)
+    scaled = np.empty((heads, width), np.float32)
+    kv_of = np.arange(heads) // (heads // k.shape[1])
+    item = 0
+    while begin < end and ends[item] <= begin:
+        item += 1
+    slot = 0
+    while begin < end:
+        item_begin = ends[item - 1] if item > 0 else 0
+        stop = min(end, ends[item])
+        token, row, offset = items[item, 0], items[item, 1], items[item, 2] - item_begin
+        for h in range(heads):
+            top[h] = np.float32(_LOWEST)
+            total[h] = np.float32(0)
+            for d in range(width):
+                acc[h, d] = np.float32(0)
+                scaled[h, d] = q[token, h, d] * scale
+        _attend_span(scaled, k, v, locations[row], offset + begin, offset + stop, scores, top, total, acc, kv_of)
+        if begin == item_begin and stop == ends[item]:
+            for h in range(heads):
+                inverse = np.float32(1) / total[h]
+                for d in range(width):
+                    out[token, h, d] = acc[h, d] * inverse
+        else:
+            partial_item[slot] = item
+            for h in range(heads):
+                for d in range(width):
+                    partial[slot, h, d] = acc[h, d]
+                partial[slot, h, width] = total[h]
+                partial[slot, h, width + 1] = top[h]
+            slot += 1
+        begin = stop
+        item += 1
+
+
+@compiled
+def _merge(partial: Array, partial_item: Array, items: Array, out: Array) -> None:
+    """Merge the partial sums of cut items; those of one item stand one after the other."""
+    heads, width = out.shape[1], out.shape[2]
+    count = partial_item.shape[0]
+    first = 0
+    while first < count:
+        item = partial_item[first]
+        last = first + 1
+        while last < count and (partial_item[last] == item or partial_item[last] < 0):
+            last += 1
+        if item >= 0:
+            token = items[item, 0]
+            for h in range(heads):
+                highest = np.float32(_LOWEST)
+                for i in range(first, last):
+                    if partial_item[i] >= 0:
+                        highest = max(highest, partial[i, h, width + 1])
+                total = np.float32(0)
+                for d in range(width):
+                    out[token, h, d] = np.float32(0)
+                for i in range(first, last):
+                    if partial_item[i] >= 0:
+                        weight = fast_exp(partial[i, h, width + 1] - highest)
+                        total += weight * partial[i, h, width]
+                        for d in range(width):
+                            out[token, h, d] += weight * partial[i, h, d]
+                for d in range(width):
+                    out[token, h, d] /= total
+        first = last
+
+
+@compiled_parallel
+def decode_parallel(
+    q: Array, k: Array, v: Array, locations: Array, items: Array, ends: Array, scale: float, out: Array, workers: int
+) -> None:
+    heads, width = q.shape[1], q.shape[2]
+    work = ends[-1]
+    partial = np.empty((2 * workers, heads, width + 2), np.float32)
+    partial_item = np.empty(2 * workers, np.int64)
+    for i in range(2 * workers):
+        partial_item[i] = -1
+    for worker in prange(workers):
+        begin, end = work * worker // workers, work * (worker + 1) // workers
+        mine = slice(2 * worker, 2 * worker + 2)
+        decode_share(q, k, v, locations, items, ends, scale, out, begin, end, partial[mine], partial_item[mine])
+    _merge(partial, partial_item, items, out)
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """One sequence's new tokens that go through torch's attention."""
+
+    first: int
+    last: int
+    where: Tensor  # [visible] int64 locations, those that no token of the chunk can see left out
+    mask: Tensor  # [last - first, visible] float32, 0 or −inf
+
+
+@dataclass(slots=True)
+class AttentionPlan:
+    """What all layers with the same window share about one step."""
+
+    locations: Array
+    items: Array  # [n, 3] int64: row of q, row of locations, first visible position
+    ends: Array  # [n] int64 running ends of the items' numbers of visible positions
+    chunks: list[_Chunk]
+
+
+def plan_attention(batch: AttentionBatch, window: int | None) -> AttentionPlan:
+    """Split the step's sequences into single tokens for the decode kernel and chunks for torch."""
+    rows, indptr, lens = batch.req_rows.numpy(), batch.q_indptr.numpy(), batch.seq_lens.numpy()
+    items: list[tuple[int, int, int, int]] = []
+    chunks: list[_Chunk] = []
+    for row, begin, end, length in zip(
+        rows.tolist(), indptr[:-1].tolist(), indptr[1:].tolist(), lens.tolist(), strict=True
+    ):
+        if end - begin <= _MAX_ITEM_TOKENS:
+            for token in range(begin, end):
+                seen = length - (end - token) + 1
+                first = 0 if window is None else max(0, seen - window)
+                items.append((token, row, first, seen - first))
+        else:
+            chunks.append(_plan_chunk(batch.locations[row], begin, end, length, window))
+    table = np.array(items, np.int64).reshape(-1, 4)
+    return AttentionPlan(batch.locations.numpy(), np.ascontiguousarray(table[:, :3]), np.cumsum(table[:, 3]), chunks)
+
+
+def _plan_chunk(locations: Tensor, begin: int, end: int, length: int, window: int | None) -> _Chunk:
+    start = length - (end - begin)  # position of the chunk's first token
+    lowest = 0 if window is None else max(0, start - window + 1)
+    at = torch.arange(start, length)[:, None]
+    seen = torch.arange(lowest, length)[None, :]
+    hidden = seen > at
+    if window is not None:
+        hidden |= seen <= at - window
+    mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+    return _Chunk(begin, end, locations[lowest:length].long(), mask)
+
+
+def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float, workers: int) -> Tensor:
+    """q: [n, heads, head_dim] → [n, heads·head_dim]; contiguous float32."""
+    out = torch.empty_like(q)
+    if len(plan.items):
+        arrays = (q.numpy(), k_cache.numpy(), v_cache.numpy(), plan.locations, plan.items, plan.ends)
+        work = int(plan.ends[-1]) * q.shape[1] * q.shape[2]
+        if workers == 1 or work < _SERIAL_WORK:
+            unused = np.empty((2, 1, 1), np.float32), np.empty(2, np.int64)  # nothing is cut
+            decode_share(*arrays, np.float32(scale), out.numpy(), 0, plan.ends[-1], *unused)
+        else:
+            decode_parallel(*arrays, np.float32(scale), out.numpy(), workers)
+    for chunk in plan.chunks:
+        _attend_chunk(q, k_cache, v_cache, chunk, scale, out)
+    return out.flatten(1)
+
+
+def _attend_chunk(q: Tensor, k_cache: Tensor, v_cache: Tensor, chunk: _Chunk, scale: float, out: Tensor) -> None:
+    heads, width = q.shape[1:]
+    kv_heads = k_cache.shape[1]
+    group = heads // kv_heads
+    # The KV heads become the batch and K, V are repeated over their group by a zero stride: no copy per query head.
+    grouped = q[chunk.first : chunk.last].view(-1, kv_heads, group, width).permute(1, 2, 0, 3)
+    keys = k_cache[chunk.where].transpose(0, 1)[:, None].expand(-1, group, -1, -1)
+    values = v_cache[chunk.where].transpose(0, 1)[:, None].expand(-1, group, -1, -1)
+    attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=chunk.mask[None, None], scale=scale)
+    out[chunk.first : chunk.last].view(-1, kv_heads, group, width).copy_(attended.permute(2, 0, 1, 3))

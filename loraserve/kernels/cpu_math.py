@@ -1,0 +1,56 @@
+"""What the Numba kernels share: how they are compiled, and an exponential that vectorises.
+
+Numba keys a cached kernel on its own file only: after an edit here, touch the files that call these functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+
+# Sums may be reordered (else no reduction vectorises) and multiply-adds fused; NaN and infinity keep their meaning.
+FAST_MATH = {"contract", "reassoc", "nsz", "arcp"}
+
+# The kernels say themselves what runs in parallel; Numba's other rewrites would only cost compile time.
+_REWRITES = ("comprehension", "reduction", "inplace_binop", "setitem", "numpy", "stencil", "fusion")
+PRANGE_ONLY = {"prange": True} | dict.fromkeys(_REWRITES, False)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a kernel for one thread, cached on disk (beside the source, or in the user's cache if read-only)."""
+    jit: Callable[..., Any] = numba.njit(cache=True, fastmath=FAST_MATH, error_model="numpy")
+    return jit(function)  # type: ignore[no-any-return]
+
+
+def compiled_parallel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a kernel whose `prange` loops run on Numba's threads.
+
+    Never the same function as a `compiled` one: Numba's cache does not tell the two apart.
+    """
+    njit: Any = numba.njit  # its own annotations know `parallel` only as a bool
+    jit = njit(cache=True, fastmath=FAST_MATH, error_model="numpy", parallel=PRANGE_ONLY)
+    return jit(function)  # type: ignore[no-any-return]
+
+
+@compiled
+def fast_exp(x: Any) -> Any:
+    """e^x of a float32 within 3e-7 relative, as arithmetic that LLVM turns into vector code; below −87: about 1e-38.
+
+    Cephes' polynomial after the usual reduction x = n·ln2 + r; 2^n is built in the exponent bits.
+    """
+    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    r = x - n * np.float32(0.693359375)
+    r = r - n * np.float32(-2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1.0)
+    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23))
+    return p * power.view(np.float32)

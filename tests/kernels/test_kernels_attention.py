@@ -1,0 +1,90 @@
+"""Paged attention of every backend against dense attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lora_cases import expected_attention, make_attention
+
+from loraserve.kernels.cpu_backend import CpuOps
+from loraserve.kernels.ops import Ops
+from loraserve.kernels.reference import ReferenceOps
+
+BACKENDS = {
+    "reference": ReferenceOps,
+    "cpu_serial": lambda: CpuOps(num_threads=1),
+    "cpu_parallel": lambda: CpuOps(num_threads=2),
+}
+
+
+@pytest.fixture(params=BACKENDS)
+def ops(request: pytest.FixtureRequest) -> Ops:
+    return BACKENDS[request.param]()
+
+
+def check(ops: Ops, lens, new, heads, kv_heads, head_dim, window=None, seed=0, dtype=torch.float32, atol=2e-5):
+    case = make_attention(
+        lens, new, heads, kv_heads, head_dim, dtype=dtype, generator=torch.Generator().manual_seed(seed)
+    )
+    scale = head_dim**-0.5
+    out = ops.attention(case.q, case.k_cache, case.v_cache, case.batch, scale, window)
+    assert out.dtype is dtype
+    torch.testing.assert_close(out.double(), expected_attention(case, scale, window), atol=atol, rtol=1e-5)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (9, 3), (8, 2), (8, 1)])
+def test_decode(ops, heads, kv_heads, head_dim):
+    check(ops, [1, 2, 31, 32, 33, 110, 257], [1] * 7, heads, kv_heads, head_dim)
+
+
+@pytest.mark.parametrize("window", [1, 7, 64, 1000])
+def test_decode_and_chunks_see_only_the_window(ops, window):
+    check(ops, [1, 40, 333, 90, 70], [1, 1, 1, 65, 70], 6, 2, 64, window)
+
+
+def test_mixed_decode_and_prefill(ops):
+    check(ops, [5, 300, 64, 130, 20, 3, 9], [1, 1, 64, 129, 7, 2, 4], 9, 3, 64)
+
+
+def test_long_context_alone_is_split_between_workers(ops):
+    check(ops, [2111], [1], 9, 3, 64)
+
+
+def test_unequal_lengths_are_cut_inside_sequences(ops):
+    check(ops, [1, 1500, 3, 2, 611, 1, 1], [1] * 7, 8, 2, 80)
+
+
+def test_many_workers_cut_one_sequence_several_times():
+    check(CpuOps(num_threads=2), [700], [1], 9, 3, 64)
+    ops = CpuOps(num_threads=2)
+    ops.workers = 7  # more shares than threads: each share is still one cut
+    check(ops, [900, 3, 50, 5], [1, 1, 1, 1], 9, 3, 64)
+    check(ops, [900, 3, 50, 5], [1, 1, 1, 1], 9, 3, 64, window=200)
+
+
+def test_large_scores_do_not_overflow(ops):
+    case = make_attention([200, 50], [1, 30], 4, 2, 64, generator=torch.Generator().manual_seed(3))
+    case.q *= 60
+    out = ops.attention(case.q, case.k_cache, case.v_cache, case.batch, 1.0, None)
+    torch.testing.assert_close(out.double(), expected_attention(case, 1.0, None), atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_half_precision_is_served_by_the_reference_path(name, dtype, atol):
+    check(BACKENDS[name](), [5, 60, 33], [1, 1, 20], 6, 2, 64, dtype=dtype, atol=atol)
+
+
+def test_a_plan_is_not_reused_for_another_batch():
+    ops = CpuOps(num_threads=1)
+    check(ops, [9, 40], [1, 1], 4, 2, 64, seed=1)
+    check(ops, [30, 12, 5], [1, 1, 1], 4, 2, 64, seed=2)
+    check(ops, [30, 12, 5], [1, 1, 1], 4, 2, 64, window=3, seed=2)
+
+
+def test_sequences_without_new_tokens_and_empty_steps(ops):
+    case = make_attention([7, 9], [1, 1], 4, 2, 64, generator=torch.Generator().manual_seed(5))
+    case.batch.q_indptr.zero_()
+    out = ops.attention(case.q[:0], case.k_cache, case.v_cache, case.batch, 0.1, None)
+    assert out.shape == (0, 256)
