@@ -1,0 +1,209 @@
+"""An adapter's folder → `AdapterSpec`, or a refusal that names the reason. The checks come in one fixed order.
+
+Files (kind, size, path, presence, format) → config (syntax, types, limits) → feature (type, variant, initialisation,
+task) → dtypes → names, every one mapped → pairs → ranks → shapes. The first failure names the code. Values are looked
+at when the adapter is staged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from loraserve.errors import AdapterFault, AdapterRefused
+from loraserve.lora.adapter_files import AdapterFiles, Layout, read_adapter_files
+from loraserve.lora.base_copies import is_unchanged_copy
+from loraserve.lora.container import TensorReader
+from loraserve.lora.files import AdapterFolder
+from loraserve.lora.mlx_config import MlxConfig, parse_mlx_config, refuse_mlx_features
+from loraserve.lora.naming import NamedTensors, name_tensors, require_consistent
+from loraserve.lora.peft_config import PeftConfig, parse_peft_config, refuse_features, refuse_heads
+from loraserve.lora.spec import DTYPE_BYTES, KINDS, AdapterSpec, BaseGeometry, TargetSpec, TensorRef
+from loraserve.lora.strict_json import show
+
+_ZERO_HINT = "was it saved from ZeRO-3 or FSDP without gathering the weights?"
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    kind: str
+    layer: int
+    module: str  # as the file spells it
+    a: TensorRef
+    b: TensorRef
+    rank: int
+    scaling: float
+
+
+def parse_adapter(folder: Path | AdapterFolder, geometry: BaseGeometry | None, max_rank: int) -> AdapterSpec:
+    """Check the adapter in `folder` against the base and say what it is. Reads headers, not weights.
+
+    Without `geometry` nothing is known of the base: layers and sizes are not checked. The one case where weights are
+    read is a copy of a base matrix inside the adapter, which must equal the base's. Raises `AdapterRefused`.
+    """
+    place = folder if isinstance(folder, AdapterFolder) else AdapterFolder.at(folder)
+    files = read_adapter_files(place)
+    config = _read_config(files)
+    _refuse_dtypes(files.tensors)
+    named = name_tensors(files.tensors, files.layout, geometry)
+    if isinstance(config, PeftConfig):
+        require_consistent(config, named, geometry)
+    pairs = _pair(named, config)
+    _check_ranks(pairs, max_rank)
+    if geometry is not None:
+        _check_shapes(pairs, geometry)
+    copied = _check_base_copies(place, named, geometry)
+    features = config.features if isinstance(config, PeftConfig) else ("mlx-lm",)
+    features += tuple(kind for kind in ("embed", "lm_head") if any(pair.kind == kind for pair in pairs)) + copied
+    return AdapterSpec(
+        targets=tuple(TargetSpec(pair.kind, pair.layer, pair.rank, pair.scaling, pair.a, pair.b) for pair in pairs),
+        features=features + (("sharded",) if len(files.weights) > 1 else ()),
+        warnings=_warnings(config, named, geometry),
+        base_model_name=config.base_model_name,
+        files=files.weights,
+    )
+
+
+def content_version(spec: AdapterSpec, folder: Path | AdapterFolder) -> str:
+    """sha256, in hex, over what the adapter computes: modules, ranks, scalings, dtypes, shapes and bytes.
+
+    Spelling does not count: names of files, order, metadata, prefixes of keys, how the config expresses a scaling.
+    """
+    digest = hashlib.sha256(b"loraserve adapter 1\n")
+    with TensorReader(folder) as reader:
+        for target in spec.targets:
+            record: list[object] = [target.module, target.rank, float(target.scaling).hex()]
+            for ref in (target.a, target.b):
+                record.append([ref.dtype, *ref.shape] + (["transposed"] if ref.transposed else []))
+            digest.update(json.dumps(record).encode() + b"\n")
+            for ref in (target.a, target.b):
+                for piece in reader.chunks(ref):
+                    digest.update(piece)
+    return digest.hexdigest()
+
+
+def _read_config(files: AdapterFiles) -> PeftConfig | MlxConfig:
+    if files.layout is Layout.MLX:
+        mlx = parse_mlx_config(files.config)
+        refuse_mlx_features(mlx)
+        return mlx
+    config = parse_peft_config(files.config)
+    refuse_features(config)
+    refuse_heads(config, tuple(ref.name for ref in files.tensors))
+    return config
+
+
+def _refuse_dtypes(tensors: tuple[TensorRef, ...]) -> None:
+    for ref in tensors:
+        if ref.dtype not in DTYPE_BYTES:
+            raise AdapterRefused(
+                AdapterFault.UNSUPPORTED_DTYPE,
+                f"tensor {show(ref.name)} has dtype {ref.dtype}; adapters have {', '.join(DTYPE_BYTES)}",
+            )
+
+
+def _pair(named: NamedTensors, config: PeftConfig | MlxConfig) -> list[_Pair]:
+    pairs = []
+    for place, halves in sorted(named.lora.items(), key=lambda item: (item[0].layer, KINDS.index(item[0].kind))):
+        if halves.a is None or halves.b is None:
+            have, lack = ("A", "B") if halves.b is None else ("B", "A")
+            raise AdapterRefused(
+                AdapterFault.MISSING_TENSORS, f"module {show(halves.module)} has lora_{have} but no lora_{lack}"
+            )
+        pairs.append(_Pair(*place, halves.module, halves.a, halves.b, *config.scaling_of(halves.module)))
+    return pairs
+
+
+def _check_ranks(pairs: list[_Pair], max_rank: int) -> None:
+    for pair in pairs:
+        for ref in (pair.a, pair.b):
+            if len(ref.shape) < 2 or 0 in ref.shape:
+                raise AdapterRefused(
+                    AdapterFault.ZERO_SIZE, f"tensor {show(ref.name)} has shape {list(ref.shape)}: {_ZERO_HINT}"
+                )
+            if len(ref.shape) > 2:
+                raise AdapterRefused(
+                    AdapterFault.SHAPE_MISMATCH, f"tensor {show(ref.name)} has shape {list(ref.shape)}, not 2 sizes"
+                )
+    for pair in pairs:
+        if pair.a.shape[0] != pair.rank or pair.b.shape[1] != pair.rank:
+            raise AdapterRefused(
+                AdapterFault.RANK_MISMATCH,
+                f"module {show(pair.module)} has rank {pair.rank} by the config, but lora_A is {list(pair.a.shape)} "
+                f"and lora_B is {list(pair.b.shape)}; they should be [rank, in] and [out, rank]",
+            )
+    for pair in pairs:
+        if pair.rank > max_rank:
+            raise AdapterRefused(
+                AdapterFault.RANK_TOO_LARGE,
+                f"module {show(pair.module)} has rank {pair.rank}; the largest rank served is {max_rank} "
+                "(--max-lora-rank)",
+            )
+
+
+def _check_shapes(pairs: list[_Pair], geometry: BaseGeometry) -> None:
+    for pair in pairs:
+        target = geometry.target(pair.kind)
+        assert target is not None
+        expected = ((pair.rank, target.in_features), (target.out_features, pair.rank))
+        if (pair.a.shape, pair.b.shape) != expected:
+            hint = "; was its vocabulary resized?" if pair.kind in ("embed", "lm_head") else ""
+            raise AdapterRefused(
+                AdapterFault.SHAPE_MISMATCH,
+                f"module {show(pair.module)} has lora_A {list(pair.a.shape)} and lora_B {list(pair.b.shape)}, this "
+                f"base model needs {list(expected[0])} and {list(expected[1])}: it was trained on another base{hint}",
+            )
+
+
+def _check_base_copies(folder: AdapterFolder, named: NamedTensors, geometry: BaseGeometry | None) -> tuple[str, ...]:
+    for copy in named.copies if geometry is not None else ():
+        assert geometry is not None
+        target = geometry.target(copy.kind)
+        if target is None:
+            raise AdapterRefused(
+                AdapterFault.UNKNOWN_MODULE, f"no place for {show(copy.ref.name)}: the base model has no such module"
+            )
+        size = (target.in_features, target.out_features)
+        expected = size if copy.kind == "embed" else size[::-1]  # both matrices are [vocab, hidden]
+        if copy.ref.shape != expected:
+            raise AdapterRefused(
+                AdapterFault.SHAPE_MISMATCH,
+                f"{show(copy.ref.name)} has shape {list(copy.ref.shape)}, the base model's is {list(expected)}: "
+                "adapters with a resized vocabulary are not supported",
+            )
+        with TensorReader(folder) as reader:
+            if geometry.folder is None or not is_unchanged_copy(
+                copy.ref, reader, copy.kind, geometry.folder, tied_head=geometry.tied_head
+            ):
+                raise AdapterRefused(
+                    AdapterFault.UNSUPPORTED_VARIANT,
+                    f"{show(copy.ref.name)} is a whole matrix that differs from the base model's; if it was not "
+                    "trained, save with save_embedding_layers=False",
+                )
+    return ("base_copy",) if named.copies else ()
+
+
+def _warnings(config: PeftConfig | MlxConfig, named: NamedTensors, geometry: BaseGeometry | None) -> tuple[str, ...]:
+    found: list[str] = []
+    if geometry is None:
+        found += [f"{show(copy.ref.name)} was not compared with the base model's" for copy in named.copies]
+    if isinstance(config, PeftConfig):
+        for field, table in (("rank_pattern", config.ranks), ("alpha_pattern", config.alphas)):
+            if table.unused:
+                found.append(f"{field} has entries that no module of the adapter uses, such as {show(table.unused[0])}")
+    name = config.base_model_name
+    if name is not None and geometry is not None and geometry.names:
+        known = {_bare(other) for other in geometry.names}
+        if _bare(name) not in known:
+            found.append(f"the adapter names the base model {show(name)}, served is {show(geometry.names[0])}")
+    return tuple(found)
+
+
+def _bare(name: str) -> str:
+    """The last part of a model's name without what marks a quantised copy, for comparison."""
+    last = name.replace("\\", "/").rstrip("/").rpartition("/")[2].lower()
+    for suffix in ("-bnb-4bit", "-unsloth"):
+        last = last.removesuffix(suffix)
+    return last

@@ -1,0 +1,146 @@
+"""Every tensor of an adapter gets its place in the model, or the adapter is refused naming the first that has none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from loraserve.errors import AdapterFault, AdapterRefused
+from loraserve.lora.adapter_files import Layout
+from loraserve.lora.keys import LORA_ROLES, Role, TensorKey, parse_key
+from loraserve.lora.modules import Misplaced, Place, canonical_path, place_of
+from loraserve.lora.peft_config import PeftConfig
+from loraserve.lora.spec import LAYERLESS, BaseGeometry, TensorRef
+from loraserve.lora.strict_json import show
+
+_SHOWN = 3
+_VOCABULARY_MODULES = {"model.embed_tokens": "embed", "lm_head": "lm_head"}
+
+
+@dataclass(slots=True)
+class Halves:
+    """The A and B found for one module."""
+
+    module: str  # as the file spells it, which is what patterns match
+    a: TensorRef | None = None
+    b: TensorRef | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BaseCopy:
+    """A whole matrix of the base inside the adapter's file."""
+
+    kind: str
+    ref: TensorRef
+
+
+@dataclass(slots=True)
+class NamedTensors:
+    """All tensors of an adapter by what they are."""
+
+    lora: dict[Place, Halves] = field(default_factory=dict)
+    copies: list[BaseCopy] = field(default_factory=list)
+    others: list[tuple[TensorKey, TensorRef]] = field(default_factory=list)  # of variants that are not plain LoRA
+
+
+_OTHER_ROLES = frozenset({Role.MAGNITUDE, Role.LORA_BIAS, Role.BASE_BIAS, Role.BIAS, Role.TOKEN_ROWS})
+
+
+def name_tensors(tensors: tuple[TensorRef, ...], layout: Layout, geometry: BaseGeometry | None) -> NamedTensors:
+    """Map every tensor. Raises `AdapterRefused`: `no_lora_tensors`, `unknown_module`, `unknown_tensor`."""
+    keys = [parse_key(ref.name) for ref in tensors]
+    if not any(key.role in LORA_ROLES for key in keys):
+        some = f": it has {show(tensors[0].name)}" if tensors else ""
+        raise AdapterRefused(AdapterFault.NO_LORA_TENSORS, f"the file holds no LoRA tensors{some}")
+    named = NamedTensors()
+    lost_modules: list[tuple[str, str]] = []
+    lost_tensors: list[str] = []
+    for key, ref in zip(keys, tensors, strict=True):
+        if key.role in LORA_ROLES:
+            place = place_of(key.module, geometry)
+            if isinstance(place, Misplaced):
+                lost_modules.append((ref.name, place.reason))
+            elif not _add_half(named, place, key, ref, layout):
+                lost_tensors.append(ref.name)
+        elif key.role in (Role.BASE_WEIGHT, Role.WEIGHT) and canonical_path(key.module) in _VOCABULARY_MODULES:
+            named.copies.append(BaseCopy(_VOCABULARY_MODULES[canonical_path(key.module)], ref))
+        elif key.role in _OTHER_ROLES:
+            named.others.append((key, ref))
+        else:
+            lost_tensors.append(ref.name)
+    if lost_modules:
+        names, reason = [name for name, _ in lost_modules], lost_modules[0][1]
+        raise AdapterRefused(AdapterFault.UNKNOWN_MODULE, f"no place for {_some(names)}: {reason}")
+    if lost_tensors:
+        raise AdapterRefused(
+            AdapterFault.UNKNOWN_TENSOR,
+            f"{_some(lost_tensors)}: not a tensor of a LoRA adapter, or a second one for the same module",
+        )
+    return named
+
+
+def require_consistent(config: PeftConfig, named: NamedTensors, geometry: BaseGeometry | None) -> None:
+    """The config and the tensors must tell one story.
+
+    Raises `AdapterRefused`: `unsupported_variant` for tensors of biases that the config does announce,
+    `config_tensor_mismatch` for tensors that PEFT would leave out when it loads this config.
+    """
+    for key, ref in named.others:
+        if key.role in (Role.BIAS, Role.BASE_BIAS) and config.bias != "none":
+            raise AdapterRefused(
+                AdapterFault.UNSUPPORTED_VARIANT,
+                f"{show(ref.name)} is a trained bias (bias: {config.bias}), which is not supported",
+            )
+        raise AdapterRefused(
+            AdapterFault.CONFIG_TENSOR_MISMATCH,
+            f"{show(ref.name)} belongs to a variant that adapter_config.json does not turn on",
+        )
+    targets, excluded = config.texts("target_modules"), config.texts("exclude_modules") or ()
+    for place, halves in named.lora.items():
+        paths = {halves.module, canonical_path(halves.module)}
+        if targets is not None and not _covers(targets, paths):
+            _contradicts(halves, "target_modules does not name it")
+        if _covers(excluded, paths):
+            _contradicts(halves, "exclude_modules names it")
+        by_full_path = not paths.isdisjoint(targets or ())  # PEFT does not look at the layer then
+        in_layers = config.layers is None or (place.kind not in LAYERLESS and place.layer in config.layers)
+        if not by_full_path and not in_layers:
+            _contradicts(halves, "layers_to_transform leaves it out")
+    kinds = {place.kind for place in named.lora}
+    if config.ties_weights and len(kinds & {"embed", "lm_head"}) == 1 and geometry is not None and geometry.tied_head:
+        raise AdapterRefused(
+            AdapterFault.UNSUPPORTED_VARIANT,
+            "ensure_weight_tying makes embed_tokens and lm_head one adapter, but the file holds only one of them",
+        )
+
+
+def _add_half(named: NamedTensors, place: Place, key: TensorKey, ref: TensorRef, layout: Layout) -> bool:
+    """Put A or B in its place; False if the role does not fit the module or the place is taken."""
+    if layout is Layout.MLX:
+        fitting = {Role.MLX_A: "a", Role.MLX_B: "b"}
+        ref = TensorRef(ref.file, ref.name, ref.dtype, ref.shape[::-1], ref.begin, ref.end, transposed=True)
+    elif place.kind == "embed":
+        fitting = {Role.EMBED_A: "a", Role.EMBED_B: "b"}
+    else:
+        fitting = {Role.A: "a", Role.B: "b"}
+    side = fitting.get(key.role)
+    halves = named.lora.setdefault(place, Halves(key.module))
+    if side is None or halves.module != key.module or getattr(halves, side) is not None:
+        return False
+    setattr(halves, side, ref)
+    return True
+
+
+def _covers(names: tuple[str, ...], paths: set[str]) -> bool:
+    return any(path == name or path.endswith(f".{name}") for name in names for path in paths)
+
+
+def _contradicts(halves: Halves, reason: str) -> None:
+    raise AdapterRefused(
+        AdapterFault.CONFIG_TENSOR_MISMATCH,
+        f"the file holds LoRA tensors for {show(halves.module)}, but {reason}",
+    )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(show(name) for name in names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"

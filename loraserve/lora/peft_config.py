@@ -1,0 +1,272 @@
+"""`adapter_config.json` as PEFT writes it: one rule for every field that is known, and none is passed over silently."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn
+
+from loraserve.compat import StrEnum
+from loraserve.errors import AdapterFault, AdapterRefused
+from loraserve.lora import field_types as types
+from loraserve.lora.field_types import FieldType, is_empty, type_name
+from loraserve.lora.patterns import MAX_PATTERNS, MatchBudget, PatternTable
+from loraserve.lora.strict_json import Json, parse_json, show
+
+_FLOAT32_MAX = 3.4028234663852886e38
+
+
+class Treatment(StrEnum):
+    """What is done with a field."""
+
+    HONOURED = "honoured"  # it changes the result, exactly as in PEFT
+    CHECKED = "checked"  # it must not contradict the tensors
+    IGNORED = "ignored"  # it has no effect at inference
+    REFUSED = "refused"  # refused when it asks for anything
+
+
+class FieldRule(NamedTuple):
+    """One field of the config."""
+
+    name: str
+    type: FieldType
+    treatment: Treatment
+    note: str  # for REFUSED: what the field turns on; else why it is treated so
+    nullable: bool = True
+
+
+_H, _C, _I, _R = Treatment.HONOURED, Treatment.CHECKED, Treatment.IGNORED, Treatment.REFUSED
+
+FIELD_RULES: tuple[FieldRule, ...] = (
+    FieldRule("peft_type", types.TEXT, _H, "must be LORA", nullable=False),
+    FieldRule("r", types.RANK, _H, "rank; must be the tensors'", nullable=False),
+    FieldRule("lora_alpha", types.NUMBER, _H, "numerator of the scaling; may be a float, zero or negative", False),
+    FieldRule("use_rslora", types.BOOL, _H, "scaling is alpha/sqrt(r)"),
+    FieldRule("rank_pattern", types.RANKS, _H, "rank by module, first match in file order"),
+    FieldRule("alpha_pattern", types.NUMBERS, _H, "alpha by module, first match in file order"),
+    FieldRule("init_lora_weights", types.BOOL_OR_TEXT, _H, "initialisations that changed the base are refused"),
+    FieldRule("target_modules", types.TEXT_OR_TEXTS, _C, "tensors decide; a list must cover them, a regex is not run"),
+    FieldRule("exclude_modules", types.TEXT_OR_TEXTS, _C, "a list must not name modules that have tensors"),
+    FieldRule("layers_to_transform", types.INT_OR_INTS, _C, "must not leave out layers that have tensors"),
+    FieldRule("layers_pattern", types.TEXT_OR_TEXTS, _I, "picks modules at training"),
+    FieldRule("bias", types.TEXT, _C, "refused if the file holds bias tensors"),
+    FieldRule("ensure_weight_tying", types.BOOL, _C, "embed_tokens and lm_head are taken as two adapters"),
+    FieldRule("base_model_name_or_path", types.TEXT, _C, "a hint; shapes decide, a mismatch is a warning"),
+    FieldRule("task_type", types.TEXT, _C, "unreliable; refused if the file holds a classification head"),
+    FieldRule("lora_dropout", types.NUMBER, _I, "training only"),
+    FieldRule("inference_mode", types.BOOL, _I, "training only"),
+    FieldRule("auto_mapping", types.OBJECT, _I, "names Python classes"),
+    FieldRule("peft_version", types.TEXT, _I, "who wrote the file"),
+    FieldRule("revision", types.TEXT, _I, "of the base model"),
+    FieldRule("fan_in_fan_out", types.BOOL, _I, "layout of Conv1D bases; no effect on Linear"),
+    FieldRule("megatron_core", types.TEXT, _I, "names a Python module"),
+    FieldRule("qalora_group_size", types.INT, _I, "has no effect without use_qalora"),
+    FieldRule("runtime_config", types.OBJECT, _I, "where PEFT computes"),
+    FieldRule("loftq_config", types.OBJECT, _I, "read at initialisation only; init_lora_weights decides"),
+    FieldRule("eva_config", types.OBJECT, _I, "read at initialisation only; the result is plain LoRA"),
+    FieldRule("corda_config", types.OBJECT, _I, "read at initialisation only; init_lora_weights decides"),
+    FieldRule("lora_ga_config", types.OBJECT, _I, "read at initialisation only; init_lora_weights decides"),
+    FieldRule("use_dora", types.BOOL, _R, "DoRA"),
+    FieldRule("lora_bias", types.BOOL, _R, "a bias on lora_B"),
+    FieldRule("modules_to_save", types.TEXTS, _R, "fully trained modules"),
+    FieldRule("trainable_token_indices", types.TOKEN_ROWS, _R, "trained token rows"),
+    FieldRule("target_parameters", types.TEXTS, _R, "LoRA on bare parameters"),
+    FieldRule("layer_replication", types.LIST, _R, "replicated layers"),
+    FieldRule("use_qalora", types.BOOL, _R, "QA-LoRA"),
+    FieldRule("use_bdlora", types.BOOL_OR_OBJECT, _R, "BD-LoRA"),
+    FieldRule("alora_invocation_tokens", types.INTS, _R, "activated LoRA (aLoRA)"),
+    FieldRule("kasa_config", types.OBJECT, _R, "KaSA"),
+    FieldRule("arrow_config", types.OBJECT, _R, "Arrow routing"),
+    FieldRule("velora_config", types.OBJECT, _R, "VeLoRA"),
+    FieldRule("monteclora_config", types.OBJECT, _R, "MonteCLoRA"),
+    FieldRule("megatron_config", types.OBJECT, _R, "Megatron layers"),
+)
+
+_RULES = {rule.name: rule for rule in FIELD_RULES}
+_BIAS_MODES = ("none", "all", "lora_only")
+_PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
+# These ask for something even when they are empty: PEFT tests them with `is not None`.
+_SET_WHEN_EMPTY = frozenset({"alora_invocation_tokens", "kasa_config", "arrow_config", "velora_config"})
+_SET_WHEN_EMPTY |= {"monteclora_config", "megatron_config"}
+HEAD_NAMES = frozenset({"score", "classifier", "classification_head", "qa_outputs", "v_head"})
+"""Modules of models that classify instead of generate."""
+
+
+class Scaling(NamedTuple):
+    """What the config says of one module."""
+
+    rank: int
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfig:
+    """A parsed config; which of its features can be served is `refuse_features`'s question."""
+
+    fields: dict[str, Json]  # as written, types checked; unknown fields too
+    rank: int
+    alpha: float
+    rslora: bool
+    ranks: PatternTable
+    alphas: PatternTable
+    budget: MatchBudget
+
+    def scaling_of(self, module: str) -> Scaling:
+        """Rank and scaling of the module at `module`, by PEFT's rules. Raises `AdapterRefused(invalid_config)`."""
+        rank = int(self.ranks.lookup(module, self.rank, self.budget))
+        alpha = self.alphas.lookup(module, self.alpha, self.budget)
+        scaling = alpha / math.sqrt(rank) if self.rslora else alpha / rank
+        return Scaling(rank, scaling)
+
+    def texts(self, field: str) -> tuple[str, ...] | None:
+        """A field that is a list of strings; None if it is absent, null or one string."""
+        value = self.fields.get(field)
+        return tuple(value) if types.is_texts(value) else None
+
+    @property
+    def layers(self) -> frozenset[int] | None:
+        """`layers_to_transform` where PEFT would apply it, else None."""
+        value = self.fields.get("layers_to_transform")
+        if isinstance(self.fields.get("target_modules"), str):
+            return None
+        if types.is_int(value):
+            return frozenset({value})
+        return frozenset(value) if types.is_ints(value) and value else None
+
+    @property
+    def base_model_name(self) -> str | None:
+        """The base that the config names."""
+        value = self.fields.get("base_model_name_or_path")
+        return value if types.is_text(value) and value else None
+
+    @property
+    def ties_weights(self) -> bool:
+        """Whether embed_tokens and lm_head were trained as one."""
+        return self.fields.get("ensure_weight_tying") is True
+
+    @property
+    def bias(self) -> str:
+        """Which biases were trained: none, all or lora_only."""
+        value = self.fields.get("bias")
+        return value if types.is_text(value) else "none"
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What the config uses beyond r and alpha."""
+        used = {
+            "rslora": self.rslora,
+            "rank_pattern": bool(self.fields.get("rank_pattern")),
+            "alpha_pattern": bool(self.fields.get("alpha_pattern")),
+            "eva": self.fields.get("init_lora_weights") == "eva",
+        }
+        return tuple(name for name, is_used in used.items() if is_used)
+
+
+def parse_peft_config(data: bytes) -> PeftConfig:
+    """Syntax, types and limits. Raises `AdapterRefused`, mostly with `invalid_config`."""
+    fields = parse_json(data, what="adapter_config.json", fault=AdapterFault.INVALID_CONFIG, bom=True)
+    if not isinstance(fields, dict):
+        raise AdapterRefused(AdapterFault.INVALID_CONFIG, "adapter_config.json is not an object")
+    _require_lora(fields)
+    for name, value in fields.items():
+        rule = _RULES.get(name)
+        if rule is not None and not (rule.type.accepts(value) or (value is None and rule.nullable)):
+            _invalid(name, f"must be {rule.type.name}, found {type_name(value)}")
+    rank, alpha = fields.get("r", 8), fields.get("lora_alpha", 8)
+    assert types.is_int(rank)
+    assert types.is_number(alpha)
+    config = PeftConfig(
+        fields=fields,
+        rank=rank,
+        alpha=float(alpha),
+        rslora=fields.get("use_rslora") is True,
+        ranks=_pattern_table("rank_pattern", fields),
+        alphas=_pattern_table("alpha_pattern", fields),
+        budget=MatchBudget(),
+    )
+    if config.bias not in _BIAS_MODES:
+        _invalid("bias", f"must be one of {', '.join(_BIAS_MODES)}, found {show(config.bias)}")
+    _require_finite_scalings(config)
+    return config
+
+
+def refuse_features(config: PeftConfig) -> None:
+    """Refuse what the config asks for and cannot be served exactly: variants first, then initialisations.
+
+    Raises `AdapterRefused`: `unsupported_variant` or `unsupported_init`.
+    """
+    for name, value in config.fields.items():
+        rule = _RULES.get(name)
+        if rule is None and not is_empty(value):
+            raise AdapterRefused(
+                AdapterFault.UNSUPPORTED_VARIANT, f"the field {show(name)} is not known here and is set"
+            )
+        if rule is None or rule.treatment is not Treatment.REFUSED:
+            continue
+        if value is None or (is_empty(value) and name not in _SET_WHEN_EMPTY) or _is_head_only(name, value):
+            continue
+        raise AdapterRefused(AdapterFault.UNSUPPORTED_VARIANT, f"{name} asks for {rule.note}, which is not supported")
+    init = config.fields.get("init_lora_weights")
+    if isinstance(init, str) and init not in _PLAIN_INITS:
+        raise AdapterRefused(
+            AdapterFault.UNSUPPORTED_INIT,
+            f"init_lora_weights is {show(init)}: such training changes the base weights or is unknown, so the tensors "
+            "alone are not the trained model; save with path_initial_model_for_weight_conversion",
+        )
+
+
+def refuse_heads(config: PeftConfig, names: tuple[str, ...]) -> None:
+    """Refuse classification heads, by tensor or by `modules_to_save`. Raises `AdapterRefused(unsupported_task)`."""
+    saved = config.texts("modules_to_save") or ()
+    head = next((name for name in (*saved, *names) if not HEAD_NAMES.isdisjoint(name.split("."))), None)
+    if head is not None:
+        raise AdapterRefused(
+            AdapterFault.UNSUPPORTED_TASK, f"{show(head)} belongs to a classification head; only generation is served"
+        )
+
+
+def _is_head_only(name: str, value: Json) -> bool:
+    return name == "modules_to_save" and types.is_texts(value) and HEAD_NAMES.issuperset(value)
+
+
+def _require_lora(fields: dict[str, Json]) -> None:
+    if "peft_type" not in fields:
+        if "lora_parameters" in fields:
+            raise AdapterRefused(
+                AdapterFault.UNSUPPORTED_FORMAT,
+                "adapter_config.json is mlx-lm's, but the weights are not named adapters.safetensors",
+            )
+        _invalid("peft_type", "is missing")
+    peft_type = fields["peft_type"]
+    if not isinstance(peft_type, str):
+        _invalid("peft_type", f"must be a string, found {type_name(peft_type)}")
+    if peft_type != "LORA":
+        raise AdapterRefused(
+            AdapterFault.UNSUPPORTED_PEFT_TYPE,
+            f"peft_type is {show(peft_type)}, only LORA is served",
+        )
+
+
+def _pattern_table(name: str, fields: dict[str, Json]) -> PatternTable:
+    entries = fields.get(name) or {}
+    assert isinstance(entries, dict)
+    if len(entries) > MAX_PATTERNS:
+        _invalid(name, f"has {len(entries)} entries, at most {MAX_PATTERNS} are read")
+    return PatternTable(name, tuple((key, float(value)) for key, value in entries.items() if types.is_number(value)))
+
+
+def _require_finite_scalings(config: PeftConfig) -> None:
+    """No module's scaling may overflow float32, in which it is folded into B: the largest alpha by the smallest r."""
+    alphas, ranks = (config.fields.get(name) or {} for name in ("alpha_pattern", "rank_pattern"))
+    assert types.is_object(alphas)
+    assert types.is_object(ranks)
+    pairs = [("lora_alpha", config.alpha)]
+    pairs += [(f"alpha_pattern[{show(key)}]", float(value)) for key, value in alphas.items() if types.is_number(value)]
+    smallest = min([config.rank, *(rank for rank in ranks.values() if types.is_int(rank))])
+    for name, alpha in pairs:
+        if abs(alpha) / (math.sqrt(smallest) if config.rslora else smallest) > _FLOAT32_MAX:
+            _invalid(name.partition("[")[0], f"{name} gives a scaling that is not finite")
+
+
+def _invalid(field: str, problem: str) -> NoReturn:
+    raise AdapterRefused(AdapterFault.INVALID_CONFIG, f"{field} {problem}")

@@ -1,0 +1,220 @@
+"""The nouns of the lora room that both processes share: what an adapter is, and what a base offers to adapters.
+
+Nothing here needs torch. Kinds are plain strings with the values of `kernels.metadata.Kind`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
+
+MODULE_PATHS: dict[str, str] = {
+    "q": "model.layers.{layer}.self_attn.q_proj",
+    "k": "model.layers.{layer}.self_attn.k_proj",
+    "v": "model.layers.{layer}.self_attn.v_proj",
+    "o": "model.layers.{layer}.self_attn.o_proj",
+    "gate": "model.layers.{layer}.mlp.gate_proj",
+    "up": "model.layers.{layer}.mlp.up_proj",
+    "down": "model.layers.{layer}.mlp.down_proj",
+    "embed": "model.embed_tokens",
+    "lm_head": "lm_head",
+}
+"""Where each kind lies in a Hugging Face decoder; the canonical name of a module in this package."""
+
+KINDS: tuple[str, ...] = tuple(MODULE_PATHS)
+LAYERLESS: frozenset[str] = frozenset(kind for kind, path in MODULE_PATHS.items() if "{layer}" not in path)
+
+DTYPE_BYTES: dict[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""safetensors dtypes that an adapter may have, and the size of one element."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """Where one tensor lies. `shape` is PEFT's orientation, A [r, in] and B [out, r], whatever the file holds."""
+
+    file: str  # name inside the adapter's folder
+    name: str  # the tensor's key in that file
+    dtype: str  # safetensors spelling: F64, F32, F16 or BF16
+    shape: tuple[int, ...]
+    begin: int  # absolute byte offsets in the file
+    end: int
+    transposed: bool = False  # the bytes are those of shape[::-1]; `TensorReader` gives the transposed view
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSpec:
+    """One module's delta: y += scaling · B(A x). For `embed`, A is [r, vocab] and B is [hidden, r]."""
+
+    kind: str  # a value of kernels.metadata.Kind
+    layer: int  # 0 for layer-less kinds
+    rank: int
+    scaling: float  # s = alpha/r or alpha/sqrt(r); may be negative or zero, always finite in float32
+    a: TensorRef  # [rank, in_features]
+    b: TensorRef  # [out_features, rank]
+
+    @property
+    def module(self) -> str:
+        """The module's canonical path."""
+        return MODULE_PATHS[self.kind].format(layer=self.layer)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSpec:
+    """A checked adapter: every tensor of its files is here, with its place in the model and its scaling."""
+
+    targets: tuple[TargetSpec, ...]  # sorted by layer, then by the order of KINDS; at least one
+    features: tuple[str, ...] = ()  # what the config used beyond r and alpha, e.g. "rslora", "rank_pattern"
+    warnings: tuple[str, ...] = ()
+    base_model_name: str | None = None  # a hint from the config, never trusted
+    files: tuple[str, ...] = ()  # the weight files, in the adapter's folder
+
+    @property
+    def max_rank(self) -> int:
+        """Largest rank of any module."""
+        return max(target.rank for target in self.targets)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all tensors."""
+        return sum(target.a.num_elements + target.b.num_elements for target in self.targets)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors as stored in the files."""
+        return sum(target.a.num_bytes + target.b.num_bytes for target in self.targets)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds that the adapter changes, in the order of KINDS."""
+        used = {target.kind for target in self.targets}
+        return tuple(kind for kind in KINDS if kind in used)
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Distinct dtypes of the tensors, sorted."""
+        return tuple(sorted({ref.dtype for target in self.targets for ref in (target.a, target.b)}))
+
+    @property
+    def scalings(self) -> tuple[float, ...]:
+        """Distinct scalings, sorted."""
+        return tuple(sorted({target.scaling for target in self.targets}))
+
+    def ranks(self, kind: str) -> dict[int, int]:
+        """Layer → rank, for the layers where the adapter targets `kind`."""
+        return {target.layer: target.rank for target in self.targets if target.kind == kind}
+
+
+@dataclass(frozen=True, slots=True)
+class TargetGeometry:
+    """One kind of module of the base: its size and how many layers have it (1 for layer-less kinds)."""
+
+    kind: str
+    in_features: int  # for `embed`: the vocabulary
+    out_features: int  # for `embed`: the hidden size; for `lm_head`: the vocabulary
+    num_layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class BaseGeometry:
+    """What the served base offers to adapters; built from the model's shape, without weights."""
+
+    targets: tuple[TargetGeometry, ...]
+    names: tuple[str, ...] = ()  # ids under which the base is known, to warn of an adapter made for another one
+    tied_head: bool = False  # lm_head shares embed's matrix
+    folder: str | None = None  # the checkpoint, to recognise unchanged copies of base matrices inside an adapter
+
+    def target(self, kind: str) -> TargetGeometry | None:
+        """The geometry of `kind`, or None if the base has no such module."""
+        return next((target for target in self.targets if target.kind == kind), None)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """Where an adapter came from, as clients see it."""
+
+    kind: str  # "local" or "hub"
+    path: str | None = None
+    repo: str | None = None
+    revision: str | None = None
+    commit: str | None = None
+    subfolder: str | None = None
+
+
+class KindReport(NamedTuple):
+    """How an adapter uses one kind."""
+
+    kind: str
+    num_modules: int
+    layers: str  # ranges such as "0-3,7"; "" for layer-less kinds
+    ranks: tuple[int, ...]  # distinct, sorted
+    scalings: tuple[float, ...]  # distinct, sorted
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What was understood of an adapter, for people and for the API. Plain data: `dataclasses.asdict` is JSON."""
+
+    version: str
+    rank: int
+    targets: tuple[str, ...]
+    kinds: tuple[KindReport, ...]
+    scaling: tuple[float, ...]
+    dtype: str  # one dtype, or several joined by "+"
+    parameters: int
+    bytes: int
+    features: tuple[str, ...]
+    warnings: tuple[str, ...]
+    base_model_name: str | None
+
+    @classmethod
+    def of(cls, spec: AdapterSpec, version: str) -> LoadReport:
+        """The report of a checked adapter."""
+        return cls(
+            version=version,
+            rank=spec.max_rank,
+            targets=spec.kinds,
+            kinds=tuple(_kind_report(spec, kind) for kind in spec.kinds),
+            scaling=spec.scalings,
+            dtype="+".join(_DTYPE_NAMES[dtype] for dtype in spec.dtypes),
+            parameters=spec.num_parameters,
+            bytes=spec.num_bytes,
+            features=spec.features,
+            warnings=spec.warnings,
+            base_model_name=spec.base_model_name,
+        )
+
+
+_DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def _kind_report(spec: AdapterSpec, kind: str) -> KindReport:
+    used = [target for target in spec.targets if target.kind == kind]
+    return KindReport(
+        kind=kind,
+        num_modules=len(used),
+        layers="" if kind in LAYERLESS else _ranges(sorted(target.layer for target in used)),
+        ranks=tuple(sorted(Counter(target.rank for target in used))),
+        scalings=tuple(sorted({target.scaling for target in used})),
+    )
+
+
+def _ranges(numbers: list[int]) -> str:
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)

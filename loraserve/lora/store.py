@@ -1,0 +1,228 @@
+"""Adapters on disk: every version once, under its hash, with a registry of names. Survives a kill at any moment.
+
+```
+DATA/registry.sqlite3     names, versions, history
+DATA/versions/<hash>/     the files of one version, never changed once they are there
+DATA/tmp/<random>/        copies under way, one folder per living process
+DATA/store.lock           held while folders are moved in or out
+```
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+from loraserve.errors import AdapterFault, AdapterNotFound, AdapterRefused
+from loraserve.lora.adapter_files import read_adapter_files
+from loraserve.lora.files import AdapterFolder, read_chunks
+from loraserve.lora.format import content_version, parse_adapter
+from loraserve.lora.names import parse_name
+from loraserve.lora.registry import Alias, Registry, VersionRecord, VersionUse
+from loraserve.lora.spec import AdapterSource, BaseGeometry, LoadReport
+from loraserve.lora.workspace import (
+    CopiedFile,
+    Progress,
+    Workspace,
+    copy_adapter,
+    exclusive,
+    fsync_folder,
+    storage_errors,
+)
+
+MAX_ADAPTER_BYTES = 32 << 30
+
+
+def _no_progress(done: int, total: int) -> None:
+    pass
+
+
+class AdapterStore:
+    """The adapters of one data folder. Thread-safe; several processes may use one data folder at a time."""
+
+    def __init__(self, data_dir: Path, *, max_adapter_bytes: int = MAX_ADAPTER_BYTES) -> None:
+        """Open or create; remove what crashed processes left. Raises `StorageFailed`, `DiskFull`."""
+        self._versions = data_dir / "versions"
+        self._lock_file = data_dir / "store.lock"
+        self._max_adapter_bytes = max_adapter_bytes
+        self._closed = False
+        self._close_lock = threading.Lock()
+        with storage_errors("opening it"):
+            self._versions.mkdir(parents=True, exist_ok=True)
+            with exclusive(self._lock_file):
+                self._registry = Registry(data_dir / "registry.sqlite3")
+                self._workspace = Workspace(data_dir / "tmp")
+                self._workspace.sweep()
+                orphans = self._take_orphans()
+            for orphan in orphans:
+                shutil.rmtree(orphan, ignore_errors=True)
+
+    def __enter__(self) -> AdapterStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the data folder."""
+        with self._close_lock:
+            if not self._closed:
+                self._closed = True
+                self._registry.close()
+                self._workspace.close()
+
+    # -- versions -------------------------------------------------------------------------------------------------
+
+    def ingest(
+        self,
+        folder: AdapterFolder,
+        source: AdapterSource,
+        geometry: BaseGeometry | None,
+        max_rank: int,
+        progress: Progress = _no_progress,
+    ) -> VersionRecord:
+        """Copy an adapter in, check the copy, and keep it under its hash; known content is kept once.
+
+        The copy is what is checked and hashed, so a source that is edited meanwhile cannot differ from its hash. A
+        refusal leaves nothing. Raises `AdapterRefused`, `StorageFailed`, `DiskFull`.
+        """
+        read_adapter_files(folder)  # before gigabytes are copied, and while files that are not copied can be named
+        copy = self._workspace.new_path()
+        try:
+            files = copy_adapter(folder, copy, self._max_adapter_bytes, progress)
+            spec = parse_adapter(copy, geometry, max_rank)
+            version = content_version(spec, copy)
+            record = VersionRecord(version, source, LoadReport.of(spec, version), files, time.time())
+            with storage_errors("keeping an adapter"), exclusive(self._lock_file):
+                kept = self._kept_files(version)
+                if kept is None:
+                    self._move_in(copy, version)
+                return self._registry.add_version(record if kept is None else _with_files(record, kept))
+        finally:
+            shutil.rmtree(copy, ignore_errors=True)
+
+    def folder(self, version: str) -> Path:
+        """Where a version's files lie. Raises `AdapterNotFound`; `AdapterRefused` if someone took the files away."""
+        self._registry.version(version)
+        folder = self._versions / version
+        if not folder.is_dir():
+            raise AdapterRefused(AdapterFault.MISSING_WEIGHTS, f"the files of version {version[:12]} are gone")
+        return folder
+
+    def version(self, version: str) -> VersionRecord:
+        """The record of a version. Raises `AdapterNotFound`."""
+        return self._registry.version(version)
+
+    def versions(self) -> list[VersionRecord]:
+        """All versions, oldest first."""
+        return self._registry.versions()
+
+    def verify(self, version: str) -> bool:
+        """Whether every file of a version still has the bytes that were copied. Raises `AdapterNotFound`."""
+        files = self._registry.version(version).files
+        try:
+            folder = AdapterFolder.at(self._versions / version)
+            return all(_sha256(folder, file.name) == file.sha256 for file in files)
+        except AdapterRefused:
+            return False
+
+    def unreferenced(self) -> list[str]:
+        """Versions that no name points at, oldest first."""
+        return self._registry.unreferenced()
+
+    def delete_version(self, version: str) -> None:
+        """Delete a version and its files. Raises `AdapterNotFound`, `AdapterInUse` while a name points at it."""
+        with storage_errors("deleting an adapter"), exclusive(self._lock_file):
+            self._registry.delete_version(version)
+            folder = self._versions / version
+            if folder.exists():
+                grave = self._workspace.new_path()
+                os.rename(folder, grave)
+                fsync_folder(self._versions)
+            else:
+                return
+        shutil.rmtree(grave, ignore_errors=True)
+
+    # -- names ----------------------------------------------------------------------------------------------------
+
+    def set_alias(
+        self,
+        name: str,
+        version: str,
+        *,
+        source: AdapterSource | None = None,
+        pinned: bool = False,
+        replace: bool = False,
+    ) -> Alias:
+        """Point a name at a version; see `Registry.set_alias`."""
+        return self._registry.set_alias(name, version, source=source, pinned=pinned, replace=replace)
+
+    def remove_alias(self, name: str) -> Alias:
+        """Take a name away; its version stays. Raises `AdapterNotFound`."""
+        return self._registry.remove_alias(name)
+
+    def alias(self, name: str) -> Alias:
+        """What a name points at. Raises `AdapterNotFound`."""
+        return self._registry.alias(name)
+
+    def aliases(self) -> list[Alias]:
+        """All names, in order."""
+        return self._registry.aliases()
+
+    def resolve(self, text: str) -> str:
+        """`name` or `name@prefix` → version. Raises `AdapterRefused`, `AdapterNotFound`, `AmbiguousVersion`."""
+        return self._registry.resolve(parse_name(text))
+
+    def versions_of(self, name: str) -> list[VersionUse]:
+        """The history of a name, newest first. Raises `AdapterNotFound` if it never existed."""
+        return self._registry.versions_of(name)
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _kept_files(self, version: str) -> tuple[CopiedFile, ...] | None:
+        """The files of a version that is here and looks whole; None if the new copy has to take its place."""
+        try:
+            files = self._registry.version(version).files
+        except AdapterNotFound:
+            return None
+        for file in files:
+            path = self._versions / version / file.name
+            if path.is_symlink() or not path.is_file() or path.stat().st_size != file.size:
+                return None
+        return files
+
+    def _move_in(self, copy: Path, version: str) -> None:
+        place = self._versions / version
+        if place.exists():
+            self._workspace.discard(place)
+        os.rename(copy, place)
+        fsync_folder(self._versions)
+
+    def _take_orphans(self) -> list[Path]:
+        """Move folders that no record knows (a crash between move and record, or record and delete) out of the way."""
+        graves = []
+        for folder in self._versions.iterdir():
+            if not self._registry.knows(folder.name):
+                grave = self._workspace.new_path()
+                os.rename(folder, grave)
+                graves.append(grave)
+        return graves
+
+
+def _with_files(record: VersionRecord, files: tuple[CopiedFile, ...]) -> VersionRecord:
+    return VersionRecord(record.version, record.source, record.report, files, record.created_at)
+
+
+def _sha256(folder: AdapterFolder, name: str) -> str:
+    digest = hashlib.sha256()
+    with folder.open(name, AdapterFault.MISSING_WEIGHTS) as file:
+        for piece in read_chunks(file, os.fstat(file.fileno()).st_size + 1):
+            digest.update(piece)
+    return digest.hexdigest()

@@ -1,0 +1,163 @@
+"""Anything at all as config or as weights: a valid spec or an `AdapterError`, nothing else.
+
+`LORASERVE_FUZZ=10000` runs that many cases of each.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from raw_adapters import GEOMETRY, HIDDEN, PREFIX, Q0, container, plain_config, plain_tensors, raw_container, write
+
+from loraserve.errors import AdapterError
+from loraserve.lora.format import content_version, parse_adapter
+from loraserve.lora.peft_config import FIELD_RULES
+from loraserve.lora.spec import AdapterSpec
+
+CASES = int(os.environ.get("LORASERVE_FUZZ", "100"))
+fuzz = settings(
+    max_examples=CASES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 70),
+    st.integers(),
+    st.floats(),
+    st.sampled_from(
+        ["", "q_proj", "LORA", "all-linear", "none", "pissa", "eva", "(a+)+$", "^.*$", "layers.1.", "\ud800"]
+    ),
+    st.text(max_size=6),
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.one_of(st.sampled_from(["q_proj", "proj", ".*"]), st.text(max_size=4)), inner, max_size=3),
+    ),
+    max_leaves=6,
+)
+fields = st.one_of(st.sampled_from([rule.name for rule in FIELD_RULES]), st.text(max_size=5))
+dtypes = st.sampled_from(["F32", "F16", "BF16", "F64", "I8", "F4", "F8_E4M3", "BOOL", "X", 3, None])
+sizes = st.one_of(st.sampled_from([0, 1, 4, 8, 16, HIDDEN]), st.integers(-2, 200), st.integers(), st.booleans())
+names = st.one_of(
+    st.sampled_from(
+        [f"{PREFIX}{Q0}.lora_A.weight", f"{PREFIX}{Q0}.lora_B.weight", f"{Q0}.lora_A.default.weight", "lm_head.weight"]
+    ),
+    st.builds(
+        ".".join,
+        st.lists(
+            st.sampled_from(
+                "base_model model layers 0 1 9 self_attn q_proj mlp lm_head embed_tokens lora_A lora_B weight default "
+                "lora_embedding_A lora_embedding_B _orig_mod language_model base_layer score bias".split()
+            ),
+            max_size=9,
+        ),
+    ),
+    st.text(max_size=8),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fuzz")
+
+
+def outcome(folder: Path) -> AdapterSpec | AdapterError:
+    try:
+        spec = parse_adapter(folder, GEOMETRY, 64)
+    except AdapterError as error:
+        refused = error
+    else:
+        check(spec, folder)
+        return spec
+    assert refused.message.isprintable()
+    refused.message.encode()
+    return refused
+
+
+def check(spec: AdapterSpec, folder: Path) -> None:
+    assert spec.targets
+    for target in spec.targets:
+        assert math.isfinite(target.scaling)
+        assert 1 <= target.rank <= 64
+        assert target.a.shape[0] == target.b.shape[1] == target.rank
+    assert len(content_version(spec, folder)) == 64
+
+
+@fuzz
+@given(changes=st.dictionaries(fields, values, max_size=3))
+def test_config_fields(changes: dict[str, Any], folder: Path) -> None:
+    write(folder, json.dumps(plain_config() | changes))
+    outcome(folder)
+
+
+@fuzz
+@given(data=st.data())
+def test_config_text(data: st.DataObject, folder: Path) -> None:
+    text = bytearray(json.dumps(plain_config(rank_pattern={"q_proj": 4})).encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        position = data.draw(st.integers(0, len(text) - 1))
+        text[position : position + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+    write(folder, bytes(text))
+    outcome(folder)
+
+
+@fuzz
+@given(data=st.binary(max_size=40))
+def test_config_bytes(data: bytes, folder: Path) -> None:
+    write(folder, data)
+    assert isinstance(outcome(folder), AdapterError)
+
+
+@fuzz
+@given(
+    entries=st.dictionaries(
+        names,
+        st.one_of(
+            values,
+            st.fixed_dictionaries(
+                {"dtype": dtypes, "shape": st.lists(sizes, max_size=3), "data_offsets": st.lists(sizes, max_size=3)}
+            ),
+        ),
+        max_size=4,
+    ),
+    size=st.integers(0, 300),
+)
+def test_header_entries(entries: dict[str, Any], size: int, folder: Path) -> None:
+    write(folder, None, raw_container(entries, bytes(size)))
+    outcome(folder)
+
+
+@fuzz
+@given(keys=st.lists(names, min_size=1, max_size=6, unique=True), config=st.booleans())
+def test_names_of_well_formed_tensors(keys: list[str], config: bool, folder: Path) -> None:
+    tensors = dict(zip(keys, list(plain_tensors().values()) * 2, strict=False))
+    write(folder, plain_config(target_modules=["q_proj"] if config else None), raw_or_container(tensors))
+    outcome(folder)
+
+
+@fuzz
+@given(data=st.data())
+def test_damaged_file(data: st.DataObject, folder: Path) -> None:
+    file = bytearray(container(plain_tensors()))
+    for _ in range(data.draw(st.integers(1, 4))):
+        position = data.draw(st.one_of(st.integers(0, 900), st.integers(0, len(file) - 1)))
+        file[position : position + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+    write(folder, None, bytes(file[: data.draw(st.integers(0, len(file) + 50))]))
+    outcome(folder)
+
+
+def raw_or_container(tensors: dict[str, Any]) -> bytes:
+    try:
+        return container(tensors)
+    except UnicodeEncodeError:
+        return b""

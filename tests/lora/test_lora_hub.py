@@ -1,0 +1,172 @@
+"""Pulling adapters with the real Hub client from a local server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_hub import COMMIT, Answer, FakeHub, serve
+from huggingface_hub import constants
+from raw_adapters import GEOMETRY, container, plain_tensors, write
+
+from loraserve.errors import AdapterError
+from loraserve.lora import hub as hub_module
+from loraserve.lora.format import parse_adapter
+from loraserve.lora.hub import HubRepo, fetch_hub
+from loraserve.lora.sources import FetchedFolder
+from loraserve.lora.store import AdapterStore
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.setattr(hub_module.time, "sleep", lambda seconds: None)
+    folder = write(tmp_path / "made")
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    deep = {f"checkpoints/5/{name}": data for name, data in files.items()}
+    waste = {"optimizer.pt": b"x", "training_args.bin": b"x", "README.md": b"x", "chat_template.jinja": b"{{ x }}"}
+    with serve(FakeHub({"org/sql": files | deep | waste})) as running:
+        yield running
+
+
+SQL = HubRepo("org/sql")
+
+
+def pull(hub: FakeHub, tmp_path: Path, place: HubRepo = SQL, **options: object) -> FetchedFolder:
+    return fetch_hub(place, cache_dir=tmp_path / "cache", endpoint=hub.endpoint, **options)
+
+
+def refusal(hub: FakeHub, tmp_path: Path, place: HubRepo = SQL, **options: object) -> tuple[str, int]:
+    with pytest.raises(AdapterError) as caught:
+        pull(hub, tmp_path, place, **options)
+    assert hub.endpoint not in caught.value.message
+    return caught.value.code, caught.value.http_status
+
+
+def test_only_the_needed_files(hub: FakeHub, tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    found = pull(hub, tmp_path, HubRepo("org/sql", "main"), progress=lambda done, total: calls.append((done, total)))
+    names = {"adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"}
+    assert {path.name for path in found.folder.path.iterdir()} == names
+    assert (found.source.kind, found.source.commit, found.source.revision) == ("hub", COMMIT, "main")
+    assert parse_adapter(found.folder, GEOMETRY, 64).kinds == ("q",)
+    assert calls[0][0] == 0
+    assert calls[-1][0] == calls[-1][1] > 0
+    assert calls == sorted(calls)
+    assert not any("optimizer" in path or "training_args" in path for _, path in hub.requests)
+
+
+def test_into_the_store(hub: FakeHub, tmp_path: Path) -> None:
+    found = pull(hub, tmp_path)
+    with AdapterStore(tmp_path / "data") as store:
+        record = store.ingest(found.folder, found.source, GEOMETRY, 64)
+        assert record.source.repo == "org/sql"
+        assert not any(path.is_symlink() for path in store.folder(record.version).iterdir())
+
+
+def test_a_subfolder(hub: FakeHub, tmp_path: Path) -> None:
+    found = pull(hub, tmp_path, HubRepo("org/sql", None, "checkpoints/5"))
+    assert parse_adapter(found.folder, GEOMETRY, 64).max_rank == 4
+    assert found.folder.path.name == "5"
+
+
+def test_offline_uses_what_is_there(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    online = pull(hub, tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    before = len(hub.requests)
+    for revision in (None, "main", COMMIT):
+        found = pull(hub, tmp_path, HubRepo("org/sql", revision))
+        assert (found.folder, found.source.commit) == (online.folder, COMMIT)
+    assert refusal(hub, tmp_path, HubRepo("org/other")) == ("repo_not_found", 404)
+    assert refusal(hub, tmp_path, HubRepo("org/sql", None, "absent")) == ("subfolder_not_found", 404)
+    assert len(hub.requests) == before
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        (HubRepo("org/absent"), ("repo_not_found", 404)),
+        (HubRepo("org/sql", "v9"), ("revision_not_found", 404)),
+        (HubRepo("org/sql", "../../x"), ("revision_not_found", 404)),
+        (HubRepo("org/sql", None, "absent"), ("subfolder_not_found", 404)),
+        (HubRepo("org/sql", None, "../x"), ("path_escape", 403)),
+        (HubRepo("org/sql", None, "checkpoints"), ("subfolder_not_found", 404)),
+        (HubRepo("a/b/c"), ("invalid_name", 400)),
+        (HubRepo("https://x.y/z"), ("invalid_name", 400)),
+    ],
+    ids=str,
+)
+def test_what_is_not_there(place: HubRepo, expected: tuple[str, int], hub: FakeHub, tmp_path: Path) -> None:
+    assert refusal(hub, tmp_path, place) == expected
+
+
+def test_a_repository_without_an_adapter(hub: FakeHub, tmp_path: Path) -> None:
+    hub.repos["org/model"] = {"config.json": b"{}", "model.safetensors": b"x"}
+    assert refusal(hub, tmp_path, HubRepo("org/model")) == ("not_an_adapter", 400)
+
+
+def test_private_even_when_it_is_cached(hub: FakeHub, tmp_path: Path) -> None:
+    hub.tokens["org/sql"] = "hf_right"
+    assert pull(hub, tmp_path, token="hf_right").source.commit == COMMIT
+    assert refusal(hub, tmp_path, token="hf_wrong") == ("repo_not_found", 404)
+    assert refusal(hub, tmp_path) == ("repo_not_found", 404)
+
+
+def test_gated(hub: FakeHub, tmp_path: Path) -> None:
+    hub.gated.add("org/sql")
+    assert refusal(hub, tmp_path) == ("hub_access_denied", 403)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (Answer(429), ("hub_rate_limited", 503)),
+        (Answer(429, {"Retry-After": "3600"}), ("hub_rate_limited", 503)),
+        (Answer(500), ("hub_error", 502)),
+        (Answer(503), ("hub_error", 502)),
+        (Answer(200, body=b"<html>login</html>"), ("hub_error", 502)),
+        (Answer(401), ("repo_not_found", 404)),
+        (Answer(403), ("hub_access_denied", 403)),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_faults_that_stay(answer: Answer, expected: tuple[str, int], hub: FakeHub, tmp_path: Path) -> None:
+    hub.spoil = lambda method, path, count: answer if path.startswith("api/") else None
+    assert refusal(hub, tmp_path) == expected
+    asked = sum(1 for _, path in hub.requests if path.startswith("api/"))
+    again = answer.status in (429, 500, 503) and "Retry-After" not in answer.headers
+    assert asked >= (hub_module.ATTEMPTS if again else 1)
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503])
+def test_faults_that_pass(status: int, hub: FakeHub, tmp_path: Path) -> None:
+    hub.spoil = lambda method, path, count: Answer(status, {"Retry-After": "0"}) if count == 0 else None
+    assert pull(hub, tmp_path).source.commit == COMMIT
+
+
+def test_nobody_listens(hub: FakeHub, tmp_path: Path) -> None:
+    hub.endpoint = "http://127.0.0.1:9"
+    assert refusal(hub, tmp_path) == ("hub_error", 502)
+
+
+def test_damaged_bytes_are_not_kept(hub: FakeHub, tmp_path: Path) -> None:
+    hub.damaged.add("adapter_model.safetensors")
+    assert refusal(hub, tmp_path) == ("hub_checksum_mismatch", 502)
+    hub.damaged.clear()
+    found = pull(hub, tmp_path)
+    assert (found.folder.path / "adapter_model.safetensors").read_bytes() == container(plain_tensors())
+
+
+def test_damaged_bytes_of_an_earlier_pull_are_fetched_again(hub: FakeHub, tmp_path: Path) -> None:
+    file = pull(hub, tmp_path).folder.path / "adapter_model.safetensors"
+    good = file.read_bytes()
+    file.resolve().write_bytes(good[:-1] + b"\0")
+    assert (pull(hub, tmp_path).folder.path / "adapter_model.safetensors").read_bytes() == good
+
+
+def test_too_large(hub: FakeHub, tmp_path: Path) -> None:
+    assert refusal(hub, tmp_path, max_bytes=100) == ("adapter_too_large", 400)
+    assert all(method == "GET" and path.startswith("api/") for method, path in hub.requests)
