@@ -1,0 +1,171 @@
+"""`loraserve adapters`: a running server's adapters, over its HTTP API."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import httpx
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from loraserve.config import format_bytes
+from loraserve.errors import ConfigError, LoraserveError
+
+DEFAULT_SERVER = "http://127.0.0.1:8000"
+# Loading and draining take as long as they take; only reaching the server must be quick.
+TIMEOUT = httpx.Timeout(None, connect=10.0)
+
+Server = Annotated[str, typer.Option("--server", envvar="LORASERVE_SERVER", help="Address of the server.")]
+AdminKey = Annotated[
+    str | None, typer.Option("--admin-key", envvar="LORASERVE_ADMIN_KEY", help="The server's admin key.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the server's answer as JSON.")]
+
+
+class ServerRefused(LoraserveError):
+    """The server answered with an error."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class ServerUnreachable(LoraserveError):
+    """Nothing answers at the server's address."""
+
+    code = "server_unreachable"
+
+
+def adapters_app() -> typer.Typer:
+    """The group of commands."""
+    app = typer.Typer(no_args_is_help=True, help="List, load, unload and inspect the adapters of a running server.")
+    app.command("list")(list_adapters)
+    app.command("load")(load_adapter)
+    app.command("unload")(unload_adapter)
+    app.command("inspect")(inspect_adapter)
+    return app
+
+
+def list_adapters(server: Server = DEFAULT_SERVER, admin_key: AdminKey = None, as_json: AsJson = False) -> None:
+    """List the adapters of a server."""
+    answer = call(server, admin_key, "GET", "/adapters")
+    if as_json:
+        _print_json(answer)
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("name", "version", "state", "on", "rank", "size", "requests", "running"):
+        table.add_column(column)
+    for info in answer["data"]:
+        size = "" if info["bytes"] is None else format_bytes(info["bytes"])
+        table.add_row(
+            info["name"],
+            (info["version"] or "")[:12],
+            info["state"],
+            info["residency"],
+            str(info["rank"] or ""),
+            size,
+            str(info["requests"]),
+            str(info["leases"]),
+        )
+    Console().print(table if answer["data"] else "no adapters")
+
+
+def load_adapter(
+    name: Annotated[str, typer.Argument(help="Name that requests will use.")],
+    path: Annotated[str | None, typer.Argument(help="Folder on the server's machine, under its --adapter-dir.")] = None,
+    repo: Annotated[str | None, typer.Option(help="Hub repository instead of a folder.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")] = None,
+    subfolder: Annotated[str | None, typer.Option(help="Folder inside the repository or path.")] = None,
+    token: Annotated[str | None, typer.Option(envvar="HF_TOKEN", help="Hub token for a private repository.")] = None,
+    pin: Annotated[bool, typer.Option("--pin", help="Never evict it from the device.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Take the name over from other content.")] = False,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Return at once; look with inspect.")] = False,
+    server: Server = DEFAULT_SERVER,
+    admin_key: AdminKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Load an adapter into a server."""
+    if (path is None) == (repo is None):
+        raise ConfigError("give either a PATH or --repo")
+    body: dict[str, Any] = {"name": name, "subfolder": subfolder, "pin": pin, "replace": replace, "wait": not no_wait}
+    if path is not None:
+        # The server has its own working folder.
+        body["path"] = str(Path(path).expanduser().absolute())
+    else:
+        body |= {"repo": repo, "revision": revision, "token": token}
+    _print_info(call(server, admin_key, "POST", "/adapters/load", body), as_json)
+
+
+def unload_adapter(
+    name: Annotated[str, typer.Argument(help="Name to take away.")],
+    force: Annotated[bool, typer.Option("--force", help="End its running requests now.")] = False,
+    deadline: Annotated[float, typer.Option(help="Seconds after which running requests are ended.")] = 60.0,
+    server: Server = DEFAULT_SERVER,
+    admin_key: AdminKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Unload an adapter; returns when its memory is free."""
+    body = {"name": name, "force": force, "deadline_s": deadline}
+    answer = call(server, admin_key, "POST", "/adapters/unload", body)
+    if as_json:
+        _print_json(answer)
+    else:
+        typer.echo(f"{name} unloaded: {answer['drained']} requests drained, {answer['aborted']} aborted")
+
+
+def inspect_adapter(
+    name: Annotated[str, typer.Argument(help="Name of the adapter.")],
+    server: Server = DEFAULT_SERVER,
+    admin_key: AdminKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show everything a server knows of an adapter."""
+    _print_info(call(server, admin_key, "GET", f"/adapters/{quote(name)}"), as_json)
+
+
+def call(server: str, admin_key: str | None, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    """One request to the server. Raises `ServerUnreachable`, `ServerRefused`."""
+    headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
+    url = server.rstrip("/") + path
+    try:
+        answer = httpx.request(method, url, json=body, headers=headers, timeout=TIMEOUT)
+        content = answer.json()
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise ConfigError(f"{server!r} is not a server's address: {error}") from error
+    except httpx.HTTPError as error:
+        raise ServerUnreachable(f"the server at {server} cannot be reached: {error}") from error
+    except ValueError as error:
+        raise ServerRefused("not_loraserve", f"{server} answered {answer.status_code} without JSON") from error
+    if answer.is_success:
+        return content
+    problem = content.get("error") if isinstance(content, dict) else None
+    if not isinstance(problem, dict):
+        raise ServerRefused("not_loraserve", f"{server} answered {answer.status_code}")
+    raise ServerRefused(str(problem.get("code")), str(problem.get("message")))
+
+
+def _print_info(info: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        _print_json(info)
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for key, value in info.items():
+        if value is None or value == []:
+            continue
+        shown = value
+        if key == "bytes":
+            shown = f"{value} ({format_bytes(value)})"
+        elif isinstance(value, dict):
+            shown = ", ".join(f"{inner} {text}" for inner, text in value.items() if text is not None)
+        elif isinstance(value, list):
+            shown = ", ".join(str(item) for item in value)
+        table.add_row(key, str(shown))
+    Console().print(table)
+
+
+def _print_json(answer: Any) -> None:
+    typer.echo(json.dumps(answer, indent=2, ensure_ascii=False))

@@ -1,0 +1,212 @@
+"""From a request body to jobs for the engine: everything that completions and chat check alike."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from math import isfinite
+from typing import NamedTuple
+
+from starlette.requests import Request
+
+from loraserve.engine.messages import AddRequest
+from loraserve.errors import (
+    AdapterNotFound,
+    AdapterRefused,
+    ContextLengthExceeded,
+    InvalidRequest,
+    InvalidToken,
+    ModelNotFound,
+)
+from loraserve.sampling import SamplingParams
+from loraserve.scheduler.request import AdapterUse
+from loraserve.server.fields import STREAM_NEUTRAL, check_fields
+from loraserve.server.generation import Generation, Job, Prompt, ResolvedUse
+from loraserve.server.lora_field import Blend, combine, parse_model
+from loraserve.server.protocol import GenerationBody
+from loraserve.server.state import ServerState
+
+MAX_CHOICES = 1024
+MAX_N = 128
+MAX_SALT = 256
+MAX_TIMEOUT_S = 86_400.0
+MAX_PRIORITY = 2**31 - 1
+
+
+class Limits(NamedTuple):
+    """How many tokens a choice may get: as asked, or what there is room for."""
+
+    asked: int | None
+    default: int | None  # None: up to the end of the context
+    param: str = "max_tokens"
+
+
+class Logprobs(NamedTuple):
+    """Alternatives wanted per generated and per prompt token; None: no probabilities at all."""
+
+    output: int | None = None
+    prompt: int | None = None
+
+
+class Tokens(NamedTuple):
+    """A tokenized prompt."""
+
+    ids: list[int]
+    text: str
+    starts: list[int]
+
+
+class SharedFields(NamedTuple):
+    """Checked values of the fields that do not go into `SamplingParams`."""
+
+    n: int
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    priority: int
+    timeout_s: float | None
+    cache_salt: str | None
+    tenant: str
+
+
+def check_shared(body: GenerationBody, tenant: str) -> SharedFields:
+    """Check the common fields. Raises `InvalidRequest` naming the field."""
+    n = 1 if body.n is None else body.n
+    if not 1 <= n <= MAX_N:
+        raise InvalidRequest(f"n must be from 1 to {MAX_N}, got {n}", param="n")
+    priority = body.priority or 0
+    if abs(priority) > MAX_PRIORITY:
+        raise InvalidRequest(f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}", param="priority")
+    timeout_s = body.timeout_s
+    if timeout_s is not None and not (isfinite(timeout_s) and 0 < timeout_s <= MAX_TIMEOUT_S):
+        raise InvalidRequest(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:g}", param="timeout_s")
+    if body.cache_salt is not None and not 1 <= len(body.cache_salt) <= MAX_SALT:
+        raise InvalidRequest(f"cache_salt must have 1 to {MAX_SALT} characters", param="cache_salt")
+    stream = bool(body.stream)
+    if body.stream_options is not None:
+        if not stream:
+            raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+        check_fields(body.stream_options, STREAM_NEUTRAL, "stream_options.")
+    include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+    return SharedFields(
+        n, stream, include_usage, bool(body.return_token_ids), priority, timeout_s, body.cache_salt, tenant
+    )
+
+
+def resolve_adapters(state: ServerState, model: str, lora: Sequence[Blend | None]) -> list[tuple[ResolvedUse, ...]]:
+    """Adapters of each prompt, from `model` and `lora`. Raises `ModelNotFound`, `AdapterNotFound`, `InvalidRequest`."""
+    named = None
+    try:
+        named = parse_model(model, state.base_name)
+        if named is not None:
+            state.directory.resolve(named, "model")
+    except (AdapterNotFound, AdapterRefused, InvalidRequest) as error:
+        detail = error.message if isinstance(error, AdapterNotFound) else "no adapter can have this name"
+        raise ModelNotFound(
+            f"{model[:200]!r} is neither the base model {state.base_name!r} nor an adapter ({detail})", param="model"
+        ) from error
+    return [
+        tuple(ResolvedUse(state.directory.resolve(ref), ref.scale) for ref in combine(named, blend)) for blend in lora
+    ]
+
+
+def check_tokens(ids: Sequence[object], vocab_size: int, param: str = "prompt") -> list[int]:
+    """Return ids that lie in the vocabulary. Raises `InvalidToken`, or `InvalidRequest` for an empty prompt."""
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise InvalidRequest(f"{param} has {token!r:.40} among its token ids", param=param)
+        if not 0 <= token < vocab_size:
+            raise InvalidToken(f"{param} has token id {token}; the vocabulary has {vocab_size}", param=param)
+    return [token for token in ids if isinstance(token, int)]
+
+
+def sampling_params(body: GenerationBody, max_tokens: int, logprobs: Logprobs) -> SamplingParams:
+    """The sampler's view of a body; null is a field's default. Raises `InvalidRequest`."""
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=0 if body.top_k is None else body.top_k,
+        min_p=0.0 if body.min_p is None else body.min_p,
+        seed=body.seed,
+        stop=tuple(stop or ()),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=logprobs.output,
+        prompt_logprobs=logprobs.prompt,
+    )
+
+
+def room_for(limits: Limits, num_prompt: int, max_total: int, *, echo: bool = False) -> int:
+    """Tokens to generate. Raises `ContextLengthExceeded` with the numbers."""
+    asked = limits.asked
+    if asked is not None and (asked < 0 or (asked == 0 and not echo)):
+        raise InvalidRequest(f"{limits.param} must be at least {0 if echo else 1}, got {asked}", param=limits.param)
+    wanted = 1 if asked is None else asked
+    if num_prompt + wanted > max_total:
+        answer = "at least 1 for the answer" if asked is None else f"{asked} of {limits.param}"
+        raise ContextLengthExceeded(
+            f"this server takes at most {max_total} tokens, but the prompt has {num_prompt} and {answer} "
+            f"make {num_prompt + wanted}",
+            param="prompt" if num_prompt >= max_total else limits.param,
+        )
+    if asked is not None:
+        return asked
+    room = max_total - num_prompt
+    return room if limits.default is None else min(limits.default, room)
+
+
+def make_generation(
+    state: ServerState,
+    body: GenerationBody,
+    shared: SharedFields,
+    prompts: Sequence[Prompt],
+    limits: Limits,
+    logprobs: Logprobs,
+    request_id: str,
+    *,
+    echo: bool = False,
+) -> Generation:
+    """Jobs for every choice of every prompt, holding their adapters until they end."""
+    if len(prompts) * shared.n > MAX_CHOICES:
+        raise InvalidRequest(f"at most {MAX_CHOICES} choices in one request", param="n" if shared.n > 1 else "prompt")
+    plans = []
+    for prompt in prompts:
+        max_tokens = room_for(limits, len(prompt.ids), state.max_tokens, echo=echo)
+        if max_tokens == 0 and logprobs.prompt is None:
+            # Without anything to compute there would be nothing for the engine to answer.
+            logprobs = logprobs._replace(prompt=0)
+        plans.append((prompt, sampling_params(body, max_tokens, logprobs)))
+    jobs = []
+    for prompt, params in plans:
+        for choice in range(shared.n):
+            index = prompt.index * shared.n + choice
+            seeded = params if params.seed is None else replace(params, seed=params.seed + choice)
+            request = AddRequest(
+                id=f"{request_id}-{index}",
+                prompt=prompt.ids,
+                params=seeded,
+                adapters=_merged(prompt.uses),
+                cache_salt=shared.cache_salt,
+                tenant=shared.tenant,
+                priority=shared.priority,
+                timeout_s=shared.timeout_s,
+            )
+            hold = state.inflight.acquire(request.id, [use.adapter for use in prompt.uses])
+            jobs.append(Job(index, prompt, request, hold, echo))
+    return Generation(state.engine, state.text, state.inflight, state.meter, jobs)
+
+
+def new_id(prefix: str, request: Request) -> str:
+    """Id of an answer, made of the request's own so that logs and answers can be matched."""
+    return f"{prefix}-{request.scope.get('request_id') or uuid.uuid4().hex}"
+
+
+def _merged(uses: Sequence[ResolvedUse]) -> list[AdapterUse]:
+    """Two names of one version are one adapter whose scales add up."""
+    scales: dict[str, float] = {}
+    for use in uses:
+        scales[use.adapter.version] = scales.get(use.adapter.version, 0.0) + use.scale
+    return [AdapterUse(version, scale) for version, scale in scales.items()]

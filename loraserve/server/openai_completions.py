@@ -1,0 +1,211 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from loraserve.errors import InvalidRequest
+from loraserve.server.fields import COMPLETION_NEUTRAL, check_best_of, check_fields
+from loraserve.server.generation import Delta, Generation, Job, Prompt
+from loraserve.server.intake import (
+    MAX_CHOICES,
+    Limits,
+    Logprobs,
+    SharedFields,
+    Tokens,
+    check_shared,
+    check_tokens,
+    make_generation,
+    new_id,
+    resolve_adapters,
+)
+from loraserve.server.logprobs import completion_logprobs
+from loraserve.server.lora_field import parse_lora_field
+from loraserve.server.protocol import CompletionRequest
+from loraserve.server.responses import CompletionChoice, CompletionResponse, LoraUse
+from loraserve.server.state import ServerState
+from loraserve.server.streaming import EventStream, while_connected
+
+DEFAULT_MAX_TOKENS = 16
+
+
+class _Format(NamedTuple):
+    id: str
+    created: int
+    model: str
+    num_top: int | None
+    return_token_ids: bool
+    include_usage: bool
+    lora_per_choice: bool
+
+
+def completions_router(state: ServerState) -> APIRouter:
+    """The route; `/v1` and authorisation are the app's."""
+    router = APIRouter(tags=["generation"])
+
+    @router.post("/completions", response_model=CompletionResponse, summary="Complete prompts")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue each prompt with the base model or with adapters; `stream: true` answers with events."""
+        state.require_ready()
+        shared = check_shared(body, request.scope["tenant"])
+        check_best_of(body, shared.n)
+        check_fields(body, COMPLETION_NEUTRAL)
+        generation, form = await _prepare(state, body, shared, new_id("cmpl", request))
+        if shared.stream:
+            return EventStream(_chunks(state, generation, form))
+        answer = await while_connected(request, _collect(state, generation, form))
+        return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
+
+    return router
+
+
+async def _prepare(
+    state: ServerState, body: CompletionRequest, shared: SharedFields, request_id: str
+) -> tuple[Generation, _Format]:
+    values = _split_prompts(body.prompt)
+    per_prompt = bool(body.lora_per_prompt)
+    blends = parse_lora_field(body.lora, len(values), per_prompt)
+    resolve_adapters(state, body.model, blends)  # an unknown name costs no tokenization
+    tokens = [await _tokenize(state, value) for value in values]
+    # Again, because what a name means may have changed; from here to the holds nothing is awaited.
+    uses = resolve_adapters(state, body.model, blends)
+    prompts = [Prompt(index, found.ids, found.text, found.starts, uses[index]) for index, found in enumerate(tokens)]
+    echo = bool(body.echo)
+    generation = make_generation(
+        state,
+        body,
+        shared,
+        prompts,
+        Limits(body.max_tokens, DEFAULT_MAX_TOKENS),
+        Logprobs(body.logprobs, body.logprobs if echo else None),
+        request_id,
+        echo=echo,
+    )
+    form = _Format(
+        request_id,
+        int(time.time()),
+        body.model,
+        body.logprobs,
+        shared.return_token_ids,
+        shared.include_usage,
+        per_prompt,
+    )
+    return generation, form
+
+
+def _split_prompts(prompt: Any) -> list[str | list[Any]]:
+    problem = InvalidRequest(
+        "prompt must be a text, a list of texts, a list of token ids, or a list of lists of token ids", param="prompt"
+    )
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise problem
+    if all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) for item in prompt):
+        if len(prompt) > MAX_CHOICES:
+            raise InvalidRequest(f"at most {MAX_CHOICES} prompts in one request", param="prompt")
+        return prompt
+    if any(isinstance(item, str | list | dict) for item in prompt):
+        raise problem
+    return [prompt]
+
+
+async def _tokenize(state: ServerState, value: str | list[Any]) -> Tokens:
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest("prompt has half a surrogate pair, which is no text", param="prompt") from None
+        found = await state.encode(value)
+        if not found.ids:
+            raise InvalidRequest("the prompt is empty: it has no tokens", param="prompt")
+        return Tokens(found.ids, value, found.starts)
+    ids = check_tokens(value, state.engine.info.vocab_size)
+    if not ids:
+        raise InvalidRequest("the prompt is empty: it has no tokens", param="prompt")
+    return Tokens(ids, *_spell(state, ids))
+
+
+def _spell(state: ServerState, ids: list[int]) -> tuple[str, list[int]]:
+    """Text of a prompt given as ids, and where each id's text begins in it."""
+    text = state.text.decode(ids)
+    starts, place = [], 0
+    for token in ids:
+        starts.append(min(place, len(text)))
+        if not state.text.is_silent(token):
+            place += len(state.text.token_bytes(token).decode("utf-8", "ignore"))
+    return text, starts
+
+
+async def _collect(state: ServerState, generation: Generation, form: _Format) -> CompletionResponse:
+    finished = await generation.collect()
+    choices = [_choice(state, form, Delta(*whole), first=True) for whole in finished]
+    return CompletionResponse(
+        id=form.id,
+        object="text_completion",
+        created=form.created,
+        model=form.model,
+        choices=choices,
+        usage=generation.usage(),
+        lora=lora_of(generation.jobs),
+    )
+
+
+async def _chunks(
+    state: ServerState, generation: Generation, form: _Format
+) -> AsyncGenerator[CompletionResponse, None]:
+    begun: set[int] = set()
+    async with aclosing(generation.deltas()) as deltas:
+        async for delta in deltas:
+            first = delta.job.index not in begun
+            begun.add(delta.job.index)
+            chunk = _chunk(form, [_choice(state, form, delta, first=first)])
+            if delta.finish_reason is not None:
+                chunk.lora = delta.job.prompt.lora()
+            yield chunk
+    if form.include_usage:
+        last = _chunk(form, [])
+        last.usage = generation.usage()
+        last.lora = lora_of(generation.jobs)
+        yield last
+
+
+def _chunk(form: _Format, choices: list[CompletionChoice]) -> CompletionResponse:
+    chunk = CompletionResponse(
+        id=form.id, object="text_completion", created=form.created, model=form.model, choices=choices
+    )
+    if form.include_usage:
+        chunk.usage = None
+    return chunk
+
+
+def _choice(state: ServerState, form: _Format, delta: Delta, *, first: bool) -> CompletionChoice:
+    job, tokens = delta.job, delta.piece.tokens
+    logprobs = None if form.num_top is None else completion_logprobs(state.text, tokens, form.num_top)
+    choice = CompletionChoice(
+        index=job.index, text=delta.piece.text, logprobs=logprobs, finish_reason=delta.finish_reason
+    )
+    if form.return_token_ids:
+        # An echoed prompt's tokens are in `prompt_token_ids`.
+        echoed = len(job.prompt.ids) if job.echo and first else 0
+        choice.token_ids = [shown.token for shown in tokens[echoed:]]
+        if first:
+            choice.prompt_token_ids = job.prompt.ids
+    if form.lora_per_choice and delta.finish_reason is not None:
+        choice.lora = job.prompt.lora()
+    return choice
+
+
+def lora_of(jobs: list[Job]) -> list[LoraUse] | None:
+    """Every adapter that had a part in the answer, each with its scale; None for the base alone."""
+    uses: dict[tuple[str, str, float], LoraUse] = {}
+    for job in jobs:
+        for use in job.prompt.lora() or []:
+            uses.setdefault((use.name, use.version, use.scale), use)
+    return list(uses.values()) or None

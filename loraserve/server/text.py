@@ -1,0 +1,195 @@
+"""The tokenizer as the server uses it: text to ids and back, exact bytes of single tokens, the chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from loraserve.compat import StrEnum
+from loraserve.errors import InvalidRequest, ModelLoadError
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTE_PIECE_LEN = len("<0x00>")
+
+
+class Encoding(NamedTuple):
+    """Ids of a text and, for each, where its piece begins in the text (0 for tokens that stand for no text)."""
+
+    ids: list[int]
+    starts: list[int]
+
+
+class PieceKind(StrEnum):
+    """How a vocabulary entry spells bytes."""
+
+    BYTE_LEVEL = "byte_level"  # one printable character per byte (GPT-2's table)
+    METASPACE = "metaspace"  # ▁ for a space, <0xNN> for single bytes
+    PLAIN = "plain"
+
+
+class Text:
+    """Wraps a Hugging Face fast tokenizer; raises `ModelLoadError` for a slow one. Several threads may use it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ModelLoadError(f"{type(tokenizer).__name__} is not a fast tokenizer; convert it to tokenizer.json")
+        # Encoding through the wrapper re-sets truncation on the shared backend each time, which is neither fast nor
+        # safe between threads; with both off the backend gives the same ids.
+        backend.no_truncation()
+        backend.no_padding()
+        self._tokenizer = tokenizer
+        self._backend = backend
+        self._special = {int(token) for token in tokenizer.all_special_ids}
+        self._added: dict[int, str] = {}
+        for token, added in tokenizer.added_tokens_decoder.items():
+            self._added[int(token)] = added.content
+            if added.special:
+                self._special.add(int(token))
+        kinds = _types_in(json.loads(backend.to_str()).get("decoder"))
+        self.kind = PieceKind.PLAIN
+        if "ByteLevel" in kinds:
+            self.kind = PieceKind.BYTE_LEVEL
+        elif kinds & {"ByteFallback", "Metaspace"}:
+            self.kind = PieceKind.METASPACE
+        self._byte_fallback = "ByteFallback" in kinds
+        self._byte_of = _byte_level_table() if self.kind is PieceKind.BYTE_LEVEL else {}
+
+    @property
+    def size(self) -> int:
+        """Number of token ids that the tokenizer knows."""
+        return len(self._tokenizer)
+
+    def encode(self, text: str, *, special: bool = True) -> Encoding:
+        """Text → ids, with the model's own prefix and suffix tokens when `special`."""
+        found = self._backend.encode(text, add_special_tokens=special)
+        return Encoding(found.ids, [start for start, _ in found.offsets])
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Ids → text; bytes that form no character become U+FFFD, unknown ids nothing."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
+
+    def is_silent(self, token: int) -> bool:
+        """Whether decoding leaves this token out: special ones, and ids that the tokenizer does not know."""
+        return token in self._special or self._backend.id_to_token(token) is None
+
+    def is_byte_piece(self, token: int) -> bool:
+        """Whether this is a `<0xNN>` piece, whose meaning depends on the ones beside it."""
+        if not self._byte_fallback:
+            return False
+        return _byte_value(self._backend.id_to_token(token)) is not None
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes a single token stands for; special tokens spell their own name, unknown ids are empty."""
+        if token in self._added:
+            return self._added[token].encode()
+        piece = self._backend.id_to_token(token)
+        if piece is None:
+            return b""
+        if self.kind is PieceKind.BYTE_LEVEL:
+            return b"".join(self._byte_of.get(char, char.encode()) for char in piece)
+        if self.kind is PieceKind.METASPACE:
+            value = _byte_value(piece)
+            return bytes([value]) if value is not None else piece.replace("▁", " ").encode()
+        return str(piece).encode()
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat requests can be served at all."""
+        return self._tokenizer.chat_template is not None
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, continue_final_message: bool
+    ) -> str:
+        """Messages → prompt text by the model's chat template. Raises `InvalidRequest` when the template refuses."""
+        from jinja2.exceptions import TemplateError
+
+        if not self.has_chat_template:
+            raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                )
+            )
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from error
+
+    def encode_chat(self, prompt: str) -> list[int]:
+        """Ids of a rendered chat; the template has already written the special tokens."""
+        return self.encode(prompt, special=False).ids
+
+
+class Detokenizer:
+    """Turns one sequence's tokens into text piece by piece; the pieces together are `Text.decode` of all tokens.
+
+    A piece is held back while it could still change: an unfinished character, or a run of `<0xNN>` pieces. `context`
+    are tokens before the sequence whose text is not wanted but whose neighbourhood matters (spaces).
+    """
+
+    def __init__(self, text: Text, context: Sequence[int] = ()) -> None:
+        self._decode: Callable[[Sequence[int]], str] = text.decode
+        self._text = text
+        # `_window[:_read]` has been given out; it stays as the left neighbour of what follows.
+        self._window: list[int] = list(context)
+        self._read = len(self._window)
+        self._known = self._decode(self._window)
+        self._open_run = False
+
+    def push(self, token: int) -> str:
+        """Take one token; return the text that is now certain."""
+        self._window.append(token)
+        if not self._text.is_silent(token):
+            self._open_run = self._text.is_byte_piece(token)
+        text = self._decode(self._window)
+        if self._open_run or text.endswith(REPLACEMENT):
+            return ""
+        return self._advance(text)
+
+    def finish(self) -> str:
+        """The text still held back, as a full decode would end."""
+        return self._advance(self._decode(self._window))
+
+    def _advance(self, text: str) -> str:
+        piece = text[len(self._known) :]
+        known = self._decode(self._window[self._read :])
+        if known:
+            self._window = self._window[self._read :]
+            self._known = known
+        else:
+            # Decoders treat the first visible piece specially (a leading space goes): without one to the left of
+            # what follows, the next piece would be taken for it.
+            self._known = text
+        self._read = len(self._window)
+        return piece
+
+
+def _types_in(node: object) -> set[str]:
+    if isinstance(node, dict):
+        own = {node["type"]} if isinstance(node.get("type"), str) else set()
+        return own.union(*(_types_in(value) for value in node.values()))
+    if isinstance(node, list):
+        return set().union(*(_types_in(value) for value in node))
+    return set()
+
+
+def _byte_value(piece: str | None) -> int | None:
+    if piece is None or len(piece) != _BYTE_PIECE_LEN or not piece.startswith("<0x") or not piece.endswith(">"):
+        return None
+    try:
+        return int(piece[3:5], 16)
+    except ValueError:
+        return None
+
+
+def _byte_level_table() -> dict[str, bytes]:
+    """The printable character of each byte in byte-level vocabularies, inverted."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    table = {chr(value): bytes([value]) for value in printable}
+    others = (value for value in range(256) if value not in set(printable))
+    table.update({chr(256 + index): bytes([value]) for index, value in enumerate(others)})
+    return table

@@ -1,0 +1,50 @@
+"""`POST /tokenize` and `/detokenize`."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from loraserve.errors import InvalidRequest
+from loraserve.server.fields import check_fields
+from loraserve.server.intake import check_tokens
+from loraserve.server.openai_chat import render_prompt
+from loraserve.server.protocol import DetokenizeRequest, TokenizeRequest
+from loraserve.server.responses import DetokenizeResponse, TokenizeResponse
+from loraserve.server.state import ServerState
+
+
+def tokens_router(state: ServerState) -> APIRouter:
+    """The routes; authorisation is the app's."""
+    router = APIRouter(tags=["tokens"])
+
+    @router.post("/tokenize", summary="Text or messages to token ids")
+    async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
+        """The ids that the same prompt or messages would be generated from."""
+        state.require_ready()
+        check_fields(body, {})
+        state.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("give exactly one of prompt and messages", param="prompt")
+        if body.prompt is not None:
+            for name in ("add_generation_prompt", "continue_final_message"):
+                if getattr(body, name) is not None:
+                    raise InvalidRequest(f"{name} belongs to messages", param=name)
+            special = body.add_special_tokens is None or body.add_special_tokens
+            ids = (await state.encode(body.prompt, special=special)).ids
+        else:
+            if body.add_special_tokens:
+                raise InvalidRequest("the chat template writes the special tokens", param="add_special_tokens")
+            go_on = bool(body.continue_final_message)
+            _, ids = await render_prompt(state, body.messages or [], body.add_generation_prompt, go_on)
+        return TokenizeResponse(tokens=ids, count=len(ids), max_model_len=state.max_tokens)
+
+    @router.post("/detokenize", summary="Token ids to text")
+    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+        """The text of ids, special tokens included unless `skip_special_tokens`."""
+        state.require_ready()
+        check_fields(body, {})
+        state.check_model(body.model)
+        ids = check_tokens(body.tokens, state.engine.info.vocab_size, "tokens")
+        return DetokenizeResponse(prompt=state.text.decode(ids, skip_special=bool(body.skip_special_tokens)))
+
+    return router
