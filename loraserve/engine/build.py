@@ -87,6 +87,7 @@ def build_engine(config: EngineConfig) -> EngineParts:
         page_size=config.cache.page_size,
         eos_token_ids=frozenset(shape.eos_token_ids),
         default_timeout_s=config.scheduler.request_timeout_s,
+        shareable_context=shape.rope.context_threshold,
     )
     weights = f"weights         {format_bytes(decoder.num_bytes):>10}  {shape.architecture}, {dtype} on {device}"
     info = EngineInfo(

@@ -48,6 +48,7 @@ class EngineLoop:
         page_size: int,
         eos_token_ids: frozenset[int],
         default_timeout_s: float,
+        shareable_context: int | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -55,6 +56,7 @@ class EngineLoop:
         self._page_size = page_size
         self._eos = eos_token_ids
         self._default_timeout_s = default_timeout_s
+        self._shareable_context = shareable_context
         self._outputs: list[RequestOutput] = []
         self._open: set[str] = set()
         self._counters = StepCounters()
@@ -93,7 +95,7 @@ class EngineLoop:
             prompt=message.prompt,
             params=params,
             adapters=tuple(message.adapters),
-            namespace=namespace_of(tuple(message.adapters), message.cache_salt or ""),
+            namespace=self._namespace(message),
             tenant=message.tenant,
             priority=message.priority,
             arrival=now,
@@ -111,6 +113,14 @@ class EngineLoop:
             self._outputs.append(_failed(message.id, error))
         else:
             self._open.add(message.id)
+
+    def _namespace(self, message: AddRequest) -> str:
+        salt = message.cache_salt or ""
+        limit = self._shareable_context
+        if limit is not None and len(message.prompt) + message.params.max_tokens > limit:
+            # The rotary frequencies depend on this request's own length: its KV is of no use to any other.
+            salt += f"\0{message.id}"
+        return namespace_of(tuple(message.adapters), salt)
 
     def abort(self, request_id: str, error: LoraserveError | None = None) -> bool:
         """End a request; with `error` its terminal output carries it."""
