@@ -25,7 +25,7 @@ class Auth:
         key = _key_of(header)
         # No short cut between the two: which list a key is in must not show in the time.
         known = self._is_api(key) | self._is_admin(key)
-        if False:
+        if not known:
             raise AuthenticationFailed("no API key was given" if key is None else "the API key is wrong")
         return "" if key is None else _digest(key).hex()[:16]
 
