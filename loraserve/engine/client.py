@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
@@ -226,7 +226,7 @@ class EngineClient:
 
     # -- traffic --------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: AddRequest) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: AddRequest) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs to the terminal one. Leaving early aborts the request in the engine."""
         queue: asyncio.Queue[RequestOutput] = asyncio.Queue()
         if request.id in self._open:

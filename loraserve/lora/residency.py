@@ -1,8 +1,7 @@
 """`AdapterResidency`: every registered adapter version, where it is, and the leases that keep it there.
 
-It is the scheduler's adapter side (`state`, `want`, `unwant`, `acquire`, `release`, `failure`) and the engine's
-(`register`, `unregister`, `hold`, `advance`, `take_events`, `slot`). Only the engine's thread calls it; files are read
-by a loader thread of its own.
+It is the scheduler's adapter side (`state`, `want`, `unwant`, `acquire`, `release`, `failure`) and the engine's (all
+else). Only the engine's thread calls it; files are read by a loader thread of its own.
 """
 
 from __future__ import annotations
@@ -115,8 +114,7 @@ class AdapterResidency:
             self._host.pump()
 
     def unregister(self, version: str) -> None:
-        """Forget a version once no request holds, leases or wants it; `AdapterDropped` follows. Raises
-        `AdapterNotFound`."""
+        """Forget a version once no request needs it; `AdapterDropped` follows. Raises `AdapterNotFound`."""
         entry = self._known(version)
         entry.leaving = True
         self._drop_if_free(entry)
@@ -221,18 +219,9 @@ class AdapterResidency:
         return self._pool.tables
 
     @property
-    def capacity_bytes(self) -> int:
-        """Bytes of the device pool."""
-        return self._pool.capacity_bytes
-
-    @property
     def busy(self) -> bool:
         """Whether the loader or the copying has work that goes on without any request."""
         return bool(self._host.num_fetching or self._device.uploading or self._events)
-
-    def bytes_needed(self, version: str) -> int:
-        """Device bytes of a version's pages. Raises `AdapterNotFound`."""
-        return self._known(version).device_needed
 
     def require_room(self, versions: list[str]) -> None:
         """Raise `BlendTooLarge` if these versions can never be on the device together, `AdapterNotFound` if unknown."""
@@ -240,7 +229,7 @@ class AdapterResidency:
         if not self._pool.fits_empty(*(entry.spec for entry in entries)):
             need = format_bytes(sum(entry.device_needed for entry in entries))
             text = f"{len(entries)} adapters in one request need {need} of device memory together; "
-            raise BlendTooLarge(text + f"the LoRA pool has {format_bytes(self.capacity_bytes)}")
+            raise BlendTooLarge(text + f"the LoRA pool has {format_bytes(self._pool.capacity_bytes)}")
 
     def slot(self, version: str) -> int:
         """The slot of a leased version. Raises `RuntimeError` without a lease: the slot could change hands."""
@@ -327,8 +316,8 @@ class AdapterResidency:
     def _new_entry(self, version: str, folder: Path, spec: AdapterSpec, pinned: bool) -> AdapterEntry:
         device_needed = self._pool.bytes_needed(spec)
         if not self._pool.fits_empty(spec):
-            text = f"the adapter needs {format_bytes(device_needed)} of device memory; "
-            text += f"the LoRA pool has {format_bytes(self.capacity_bytes)}"
+            have = format_bytes(self._pool.capacity_bytes)
+            text = f"the adapter needs {format_bytes(device_needed)} of device memory; the LoRA pool has {have}"
             raise AdapterRefused(AdapterFault.ADAPTER_TOO_LARGE, text)
         self._counts["registered"] += 1
         return AdapterEntry(

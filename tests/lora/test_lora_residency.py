@@ -194,7 +194,7 @@ def test_a_life(make_bench: MakeBench, ten: dict[str, TinyAdapter], three: LoraP
     assert content_is(bench, "v0", ten["v0"])
     info = r.info("v0")
     assert (info.tier, info.leases, info.loads) == (Tier.DEVICE, 1, 1)
-    assert info.device_bytes == r.bytes_needed("v0") == three.bytes_needed(ten["v0"].spec)
+    assert info.device_bytes == r.stats().device_bytes == three.bytes_needed(ten["v0"].spec)
     assert info.host_bytes == ten["v0"].spec.num_bytes
     r.release("v0")
     r.unregister("v0")
