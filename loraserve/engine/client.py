@@ -301,12 +301,17 @@ class EngineClient:
     async def _send(self, message: ToEngine) -> None:
         if self._socket is None:
             raise EngineDead("the engine process is not running")
-        await self._socket.send(self._codec.encode(message))
+        try:
+            # The queue is unbounded: a send would wait only for a peer that is gone.
+            await self._socket.send(self._codec.encode(message), flags=zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise EngineDead("the engine process is not running") from error
 
     def _send_soon(self, message: ToEngine) -> None:
-        # Called while a generator is being closed, where awaiting is not safe; the socket's queue is unbounded.
+        # Called while a generator is being closed, where awaiting is not safe. If the engine is gone, so is the request.
         if self._socket is not None:
-            self._socket.send(self._codec.encode(message))
+            sent = self._socket.send(self._codec.encode(message), flags=zmq.NOBLOCK)
+            asyncio.ensure_future(sent).add_done_callback(lambda future: future.exception())
 
     async def _call(self, message: LoadAdapter | DropAdapter | DescribeAdapters) -> Any:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

@@ -179,8 +179,8 @@ class CpuOps:
             self._reference.lora_embed(y, ids, target, segments)
             return
         # Once per step, and its segments are all fused whatever their size: the plan is not shared with the layers'.
-        step = cpu_lora_plan.plan_step(segments, gemm_tokens=1 << 62)
-        cpu_lora_plan.embed(y, ids, cpu_lora_plan.plan_group((target,), step))
+        step = cpu_lora_plan.plan_step(segments)
+        cpu_lora_plan.embed(y, ids, cpu_lora_plan.plan_group((target,), step, allow_gemm=False))
 
     def _group_plan(self, targets: tuple[LoraTarget, ...], segments: LoraSegments) -> cpu_lora_plan.GroupPlan:
         cached = next((entry for entry in self._lora if entry.segments is segments), None)

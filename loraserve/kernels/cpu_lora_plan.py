@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,8 @@ from loraserve.kernels.metadata import LoraSegments, LoraTarget
 
 Array = np.ndarray[Any, Any]
 
-GEMM_TOKENS = 16  # segments with at least so many tokens are multiplied by torch
+# A segment is multiplied by torch if it has many tokens of a high rank; below, the fused kernel needs half the time.
+GEMM_TOKENS, GEMM_RANK, GEMM_SIZE = 64, 32, 4096  # tokens, rank, tokens × rank
 SERIAL_WORK = 1 << 16  # multiply-adds below which one thread is faster than waking the others
 
 
@@ -30,13 +31,13 @@ class GemmSegment:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One `LoraSegments` object, split into triples for the fused kernel and segments for GEMMs."""
+    """One `LoraSegments` object as plain arrays; empty segments and slot −1 have left nothing."""
 
     slots: Array  # [num_segments] int64, −1 replaced by 0 (none of its triples is kept)
+    counts: Array  # [num_segments] triples kept
     tokens: Array  # [num_triples] int32
     weights: Array  # [num_triples] float32
     segment: Array  # [num_triples] int64
-    gemms: list[GemmSegment]
     distinct: bool  # no token appears in two triples
 
 
@@ -49,36 +50,74 @@ class GroupPlan:
     a_pages: Array  # [layers, targets, segments, pages] int64
     b_pages: Array
     widths: Array  # [targets, 4] int64: page_rows, in, out, first column
+    fused: StepPlan  # the triples for the fused kernel
+    gemms: list[GemmSegment]  # the segments for torch
     work: list[int]  # [layers] multiply-adds of the fused triples
     largest: list[int]  # [layers] multiply-adds of the largest unit
-    shared: StepPlan
 
 
-def plan_step(segments: LoraSegments, gemm_tokens: int = GEMM_TOKENS) -> StepPlan:
-    """Split the segments by size. Empty segments and slot −1 leave nothing."""
+def plan_step(segments: LoraSegments) -> StepPlan:
+    """Convert the segments once for all groups and layers."""
     slots, indptr = segments.slots.numpy(), segments.indptr.numpy()
-    tokens, weights = segments.tokens.numpy(), segments.weights.numpy()
     counts = np.diff(indptr)
     segment = np.repeat(np.arange(len(slots)), counts)
-    gemms = []
-    fused = slots >= 0
-    for index in np.flatnonzero(fused & (counts >= gemm_tokens)).tolist():
-        fused[index] = False
-        gemms.append(_gemm_segment(index, tokens, weights, int(indptr[index]), int(indptr[index + 1])))
-    keep = fused[segment]
-    kept = np.ascontiguousarray(tokens[: len(segment)][keep])
+    keep = slots[segment] >= 0
+    tokens = segments.tokens.numpy()[: len(segment)][keep]
+    weights = segments.weights.numpy()[: len(segment)][keep]
     return StepPlan(
         np.maximum(slots, 0).astype(np.int64),
-        kept,
-        np.ascontiguousarray(weights[: len(segment)][keep]),
-        np.ascontiguousarray(segment[keep]),
-        gemms,
-        len(np.unique(kept)) == len(kept),
+        np.where(slots >= 0, counts, 0),
+        tokens,
+        weights,
+        segment[keep],
+        len(np.unique(tokens)) == len(tokens),
     )
 
 
-def _gemm_segment(index: int, tokens: Array, weights: Array, begin: int, end: int) -> GemmSegment:
-    rows, scale = tokens[begin:end].astype(np.int64), weights[begin:end]
+def plan_group(targets: tuple[LoraTarget, ...], step: StepPlan, *, allow_gemm: bool = True) -> GroupPlan:
+    """Gather the page tables and ranks of the step's slots. The targets share one storage and page size."""
+    # Row-major whatever the pieces are: another layout is another type to Numba, which would compile for it mid-step.
+    ranks = np.stack([target.ranks.numpy()[:, step.slots] for target in targets], 1).astype(np.int64, order="C")
+    num_pages = -(-int(ranks.max(initial=1)) // targets[0].page_rows)  # not the tables' width: this step's slots
+    a_pages, b_pages = (np.zeros((*ranks.shape, num_pages), np.int64) for _ in range(2))
+    for i, target in enumerate(targets):
+        a, b = target.a_pages.numpy(), target.b_pages.numpy()
+        width = min(num_pages, a.shape[2])
+        a_pages[:, i, :, :width] = a[:, step.slots, :width]
+        b_pages[:, i, :, :width] = b[:, step.slots, :width]
+    fused, gemms = _split(step, ranks.max((0, 1), initial=0)) if allow_gemm else (step, [])
+    widths = np.array([(t.page_rows, t.in_features, t.out_features, t.out_offset) for t in targets], np.int64)
+    costs = ranks * (widths[:, 1] + widths[:, 2])[None, :, None]
+    counts = np.bincount(fused.segment, minlength=len(step.slots))
+    return GroupPlan(
+        targets[0].storage.numpy(),
+        ranks,
+        a_pages,
+        b_pages,
+        widths,
+        fused,
+        gemms,
+        (costs * counts).sum((1, 2)).tolist(),
+        (costs * (counts > 0)).max((1, 2), initial=0).tolist(),
+    )
+
+
+def _split(step: StepPlan, ranks: Array) -> tuple[StepPlan, list[GemmSegment]]:
+    """Take the segments that are worth a GEMM out of the fused triples. ranks: [segments] highest over the layers."""
+    by_gemm = (step.counts >= GEMM_TOKENS) & (ranks >= GEMM_RANK) & (step.counts * ranks >= GEMM_SIZE)
+    if not by_gemm.any():
+        return step, []
+    gemms = [
+        _gemm_segment(index, step.tokens[step.segment == index], step.weights[step.segment == index])
+        for index in np.flatnonzero(by_gemm).tolist()
+    ]
+    keep = ~by_gemm[step.segment]
+    rest = replace(step, tokens=step.tokens[keep], weights=step.weights[keep], segment=step.segment[keep])
+    return rest, gemms
+
+
+def _gemm_segment(index: int, tokens: Array, scale: Array) -> GemmSegment:
+    rows = tokens.astype(np.int64)
     consecutive = bool(np.all(np.diff(rows) == 1))
     return GemmSegment(
         index,
@@ -88,35 +127,15 @@ def _gemm_segment(index: int, tokens: Array, weights: Array, begin: int, end: in
     )
 
 
-def plan_group(targets: tuple[LoraTarget, ...], step: StepPlan) -> GroupPlan:
-    """Gather the page tables and ranks of the step's slots. The targets share one storage and page size."""
-    max_pages = max(target.a_pages.shape[2] for target in targets)
-    shape = (targets[0].ranks.shape[0], len(targets), len(step.slots))
-    ranks = np.zeros(shape, np.int64)
-    a_pages = np.zeros((*shape, max_pages), np.int64)
-    b_pages = np.zeros((*shape, max_pages), np.int64)
-    for i, target in enumerate(targets):
-        ranks[:, i] = target.ranks.numpy()[:, step.slots]
-        pages = target.a_pages.shape[2]
-        a_pages[:, i, :, :pages] = target.a_pages.numpy()[:, step.slots]
-        b_pages[:, i, :, :pages] = target.b_pages.numpy()[:, step.slots]
-    widths = np.array([(t.page_rows, t.in_features, t.out_features, t.out_offset) for t in targets], np.int64)
-    costs = ranks * (widths[:, 1] + widths[:, 2])[None, :, None]
-    per_unit = costs[:, :, step.segment]  # [layers, targets, triples]
-    work = per_unit.sum((1, 2))
-    largest = per_unit.max((1, 2), initial=0)
-    return GroupPlan(targets[0].storage.numpy(), ranks, a_pages, b_pages, widths, work.tolist(), largest.tolist(), step)
-
-
 def apply(y: Tensor, x: Tensor, plan: GroupPlan, layer: int, workers: int) -> None:
     """Add the group's deltas of one layer to y. y, x: contiguous float32."""
-    step, work = plan.shared, plan.work[layer]
+    step, work = plan.fused, plan.work[layer]
     if work and (workers == 1 or work < SERIAL_WORK):
         kernels.apply_units(*_arguments(y, x, plan, layer), 0, len(step.tokens) * len(plan.widths))
     elif work:
         by_unit = step.distinct and plan.largest[layer] * workers <= work
         run_parallel(y, x, plan, layer, by_unit, workers)
-    for gemm in step.gemms:
+    for gemm in plan.gemms:
         _apply_gemm(y, x, plan, layer, gemm)
 
 
@@ -127,7 +146,7 @@ def run_parallel(y: Tensor, x: Tensor, plan: GroupPlan, layer: int, by_unit: boo
 
 
 def _arguments(y: Tensor, x: Tensor, plan: GroupPlan, layer: int) -> tuple[Any, ...]:
-    step = plan.shared
+    step = plan.fused
     tables = (plan.ranks, plan.a_pages, plan.b_pages, plan.widths)
     return (y.numpy(), x.numpy(), plan.storage, step.tokens, step.weights, step.segment, *tables, layer)
 
@@ -170,7 +189,7 @@ def embed(y: Tensor, ids: Tensor, plan: GroupPlan) -> None:
 
     On one thread: it happens once per step, and even 2048 tokens of rank 16 take a few milliseconds.
     """
-    step = plan.shared
+    step = plan.fused
     if not plan.work[0]:
         return
     z = np.empty((len(step.tokens), 1, plan.a_pages.shape[3] * int(plan.widths[0, 0])), np.float32)

@@ -5,11 +5,14 @@ Numba keys a cached kernel on its own file only: after an edit here, touch the f
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import numba
 import numpy as np
+
+logger = logging.getLogger(__name__)
 
 # Sums may be reordered (else no reduction vectorises) and multiply-adds fused; NaN and infinity keep their meaning.
 FAST_MATH = {"contract", "reassoc", "nsz", "arcp"}
@@ -21,8 +24,7 @@ PRANGE_ONLY = {"prange": True} | dict.fromkeys(_REWRITES, False)
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a kernel for one thread, cached on disk (beside the source, or in the user's cache if read-only)."""
-    jit: Callable[..., Any] = numba.njit(cache=True, fastmath=FAST_MATH, error_model="numpy")
-    return jit(function)  # type: ignore[no-any-return]
+    return _compile(function, parallel=False)
 
 
 def compiled_parallel(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,18 +32,28 @@ def compiled_parallel(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Never the same function as a `compiled` one: Numba's cache does not tell the two apart.
     """
+    return _compile(function, parallel=PRANGE_ONLY)
+
+
+def _compile(function: Callable[..., Any], parallel: bool | dict[str, bool]) -> Callable[..., Any]:
     njit: Any = numba.njit  # its own annotations know `parallel` only as a bool
-    jit = njit(cache=True, fastmath=FAST_MATH, error_model="numpy", parallel=PRANGE_ONLY)
-    return jit(function)  # type: ignore[no-any-return]
+    options = {"fastmath": FAST_MATH, "error_model": "numpy", "parallel": parallel}
+    try:
+        kernel: Callable[..., Any] = njit(cache=True, **options)(function)
+    except RuntimeError as error:  # neither the package's folder nor the user's cache can be written
+        logger.info("%s is compiled anew at every start: %s; set NUMBA_CACHE_DIR", function.__name__, error)
+        kernel = njit(**options)(function)
+    return kernel
 
 
 @compiled
 def fast_exp(x: Any) -> Any:
-    """e^x of a float32 within 3e-7 relative, as arithmetic that LLVM turns into vector code; below −87: about 1e-38.
+    """e^x of a float32 within 3e-7 relative, as arithmetic that LLVM turns into vector code; below −87 about 1e-38.
 
     Cephes' polynomial after the usual reduction x = n·ln2 + r; 2^n is built in the exponent bits.
     """
-    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    x = np.float32(-87.0) if x < np.float32(-87.0) else x  # unlike max(), this lets NaN through
+    x = np.float32(88.0) if x > np.float32(88.0) else x
     n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
     r = x - n * np.float32(0.693359375)
     r = r - n * np.float32(-2.12194440e-4)

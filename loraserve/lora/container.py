@@ -15,7 +15,8 @@ from loraserve.lora.files import CHUNK, AdapterFolder
 from loraserve.lora.spec import DTYPE_BYTES, TensorRef
 from loraserve.lora.strict_json import Json, parse_json, show
 
-MAX_HEADER = 16 << 20  # a header of 100,000 tensors; parsing one this large takes about a second
+MAX_HEADER = 16 << 20
+MAX_TENSORS = 1 << 16  # 128 experts in 48 layers are 37,000; checking this many takes two seconds
 MAX_DIMENSIONS = 8
 
 _ELEMENT_BITS = {
@@ -62,6 +63,8 @@ def read_header(folder: AdapterFolder, file: str) -> tuple[TensorRef, ...]:
     metadata = parsed.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         _corrupt(file, "__metadata__ is not an object of strings")
+    if len(parsed) > MAX_TENSORS:
+        _corrupt(file, f"it has {len(parsed)} tensors, at most {MAX_TENSORS} are read")
     start = 8 + header_size
     refs = sorted((_tensor(file, name, entry, start) for name, entry in parsed.items()), key=lambda ref: ref.begin)
     _require_full_cover(file, refs, start, size)

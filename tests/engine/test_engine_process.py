@@ -38,7 +38,8 @@ def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_with_engine(model: Path, body: Callable[[EngineClient], Awaitable[None]]) -> None:
     async def main() -> None:
-        client = EngineClient(engine_config(model))
+        # The reference operators start faster; the CPU backend has its own end-to-end tests.
+        client = EngineClient(engine_config(model, kernels="reference"))
         await client.start()
         try:
             await body(client)
