@@ -90,10 +90,13 @@ class AdapterDesk:
         for use in adapters:
             self._residency.unhold(use.version)
 
-    def advance(self, max_bytes: int) -> None:
-        """Collect what the threads finished, copy at most `max_bytes` to the device, answer calls."""
+    def advance(self, max_bytes: int) -> bool:
+        """Collect what the threads finished, copy at most `max_bytes` to the device, answer calls.
+
+        True while an upload is under way, that is, while another call makes progress at once.
+        """
         self._collect_parsed()
-        self._residency.advance(max_bytes)
+        uploading = self._residency.advance(max_bytes)
         for event in self._residency.take_events():
             match event:
                 case AdapterReady(version=version):
@@ -106,6 +109,7 @@ class AdapterDesk:
                 case AdapterDropped(version=version):
                     self._on_dropped(version)
                     self._answer(self._dropping, version, None)
+        return uploading
 
     def statuses(self) -> list[AdapterStatus]:
         """State of every known version."""

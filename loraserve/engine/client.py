@@ -308,7 +308,7 @@ class EngineClient:
             raise EngineDead("the engine process is not running") from error
 
     def _send_soon(self, message: ToEngine) -> None:
-        # Called while a generator is being closed, where awaiting is not safe. If the engine is gone, so is the request.
+        # Called while a generator is closed, where awaiting is not safe. If the engine is gone, so is the request.
         if self._socket is not None:
             sent = self._socket.send(self._codec.encode(message), flags=zmq.NOBLOCK)
             asyncio.ensure_future(sent).add_done_callback(lambda future: future.exception())

@@ -32,9 +32,11 @@ from loraserve.scheduler.stats import RequestEvent
 
 logger = logging.getLogger(__name__)
 
-# Bytes of adapter weights copied to the device between two forwards: measured at about a millisecond per MiB on a busy
-# two-core machine, so a cold adapter costs running streams far less than one decode step each time.
-UPLOAD_BYTES_PER_STEP = 2 * 2**20
+# Adapter weights are copied to the device between two forwards, in pieces, for at most this share of a forward's time:
+# a cold adapter lengthens the gap between two tokens of a running stream by that much, far from a second decode step.
+UPLOAD_SHARE = 0.25
+UPLOAD_PIECE_BYTES = 2**20
+SHORTEST_UPLOAD_S, IDLE_UPLOAD_S = 0.001, 0.02
 
 
 class EngineLoop:
@@ -59,21 +61,25 @@ class EngineLoop:
         self._shareable_context = shareable_context
         self._outputs: list[RequestOutput] = []
         self._open: set[str] = set()
+        self._upload_s = IDLE_UPLOAD_S
         self._counters = StepCounters()
         self._process = psutil.Process(os.getpid())
 
     def step(self) -> bool:
         """Move everything on by one forward at most; False when there was nothing to run."""
-        self._adapters.advance(UPLOAD_BYTES_PER_STEP)
+        self._move_adapters()
         batch = self._scheduler.get_next_batch()
         if batch is None:
+            self._upload_s = IDLE_UPLOAD_S
             self._emit(None, None)
             return False
         started = time.monotonic()
         output = self._forward(batch)
         if output is not None:
             self._scheduler.commit(batch, output.tokens)
-        self._counters.count_step(batch, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        self._upload_s = max(SHORTEST_UPLOAD_S, UPLOAD_SHARE * seconds)
+        self._counters.count_step(batch, seconds)
         self._emit(batch, output)
         return True
 
@@ -192,6 +198,12 @@ class EngineLoop:
         )
 
     # -- inside a step --------------------------------------------------------------------------------------------
+
+    def _move_adapters(self) -> None:
+        """Collect what was staged, answer calls, and copy weights to the device for as long as the last step allows."""
+        end = time.monotonic() + self._upload_s
+        while self._adapters.advance(UPLOAD_PIECE_BYTES) and time.monotonic() < end:
+            pass
 
     def _forward(self, batch: ScheduleBatch) -> StepOutput | None:
         """Run the forward; if it fails, its requests end with the error and everybody else goes on."""
