@@ -114,10 +114,11 @@ def run(args: argparse.Namespace, shape: Shape, ops: object, truth: object) -> l
     batch, num_locations = make_batch(args)
     caches = [torch.randn(2, num_locations, shape.kv_heads, shape.head_dim) for _ in layers]
     qkv, angle = torch.randn(rows, qkv_width), torch.randn(rows, shape.head_dim // 2)
+    cos, sin = angle.cos(), angle.sin()
     spare = torch.arange(num_locations - rows, num_locations, dtype=torch.int32)
 
     def rope(o: object, i: int) -> object:
-        return o.rope_write_kv(qkv, angle.cos(), angle.sin(), *caches[i], spare, None, None, 1e-5)
+        return o.rope_write_kv(qkv, cos, sin, *caches[i], spare, None, None, 1e-5)
 
     q = rope(ops, 0)
     measure("rope_write_kv", 1, rope)

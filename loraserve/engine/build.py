@@ -14,7 +14,7 @@ from loraserve.engine.adapters import AdapterDesk
 from loraserve.engine.loop import EngineLoop
 from loraserve.engine.memory import MemoryPlan, plan_memory
 from loraserve.engine.messages import EngineInfo
-from loraserve.engine.runner import ModelRunner
+from loraserve.engine.runner import LogitsWatch, ModelRunner
 from loraserve.errors import ConfigError
 from loraserve.kernels.dispatch import select_ops
 from loraserve.kvcache.manager import CacheManager
@@ -57,8 +57,11 @@ def geometry_of(shape: ModelShape, folder: Path, names: tuple[str, ...]) -> Base
     return BaseGeometry(targets=targets, names=names, tied_head=shape.tie_word_embeddings, folder=str(folder))
 
 
-def build_engine(config: EngineConfig) -> EngineParts:
-    """Load the model, size the pools, wire everything. Raises named errors for whatever cannot be served."""
+def build_engine(config: EngineConfig, watch: LogitsWatch | None = None) -> EngineParts:
+    """Load the model, size the pools, wire everything; `watch` sees all logits.
+
+    Raises named errors for whatever cannot be served.
+    """
     device = resolve_device(config.model.device)
     path = (
         prepare_demo_model()
@@ -69,7 +72,7 @@ def build_engine(config: EngineConfig) -> EngineParts:
     dtype = resolve_dtype(config.model.dtype, shape, device)
     ops = select_ops(config.model.kernels, device, dtype)
     decoder = load_decoder(path, shape, dtype, device, ops)
-    getattr(ops, "warm_up", lambda: None)()
+    ops.warm_up()
     max_context = min(config.model.max_model_len or shape.max_context, shape.max_context)
     per_token = KVCache.bytes_per_location(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
     plan = plan_memory(config, device, per_token, max_context)
@@ -82,7 +85,7 @@ def build_engine(config: EngineConfig) -> EngineParts:
     desk = AdapterDesk(residency, geometry, config.lora.max_lora_rank, on_dropped=scheduler.forget_version)
     loop = EngineLoop(
         scheduler=scheduler,
-        runner=ModelRunner(decoder, kv, residency, cache.table, device),
+        runner=ModelRunner(decoder, kv, residency, cache.table, device, watch),
         adapters=desk,
         page_size=config.cache.page_size,
         eos_token_ids=frozenset(shape.eos_token_ids),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,6 +22,9 @@ from loraserve.scheduler.request import Request
 
 # Logits of this many rows are held at once when a prompt's log-probabilities are wanted.
 _PROMPT_ROWS_BLOCK = 128
+
+LogitsWatch = Callable[[str, int, Tensor], None]
+"""Sees every row of logits that is computed: request id, position of the first row, logits [num_rows, vocab] fp32."""
 
 
 class StepOutput(NamedTuple):
@@ -49,6 +53,7 @@ class ModelRunner:
         residency: AdapterResidency,
         locations: np.ndarray,  # [num_rows, max_context] int32, the level-1 table
         device: torch.device,
+        watch: LogitsWatch | None = None,
     ) -> None:
         self._decoder = decoder
         self._kv = kv
@@ -57,6 +62,7 @@ class ModelRunner:
         # On the CPU the table is shared, not copied; elsewhere each step sends the rows that it needs.
         self._locations = torch.from_numpy(locations)
         self._device = device
+        self._watch = watch
         self.prompt_logprobs: dict[str, PromptLogprobs] = {}
 
     def prepare(self, batch: ModelWorkerBatch) -> ForwardBatch:
@@ -87,6 +93,10 @@ class ModelRunner:
         due = np.flatnonzero(batch.sample).tolist()
         if due:
             logits = self._decoder.logits(hidden[forward.logits_rows], tables, forward.lora_logits)
+            if self._watch is not None:
+                for row, i in enumerate(due):
+                    at = int(batch.positions[batch.q_indptr[i + 1] - 1])
+                    self._watch(batch.requests[i].id, at, logits[row : row + 1])
             rows = [_sampling_row(batch.requests[i]) for i in due]
             chosen = sample(logits, rows)
             for i, token in zip(due, chosen, strict=True):
@@ -170,6 +180,8 @@ class ModelRunner:
         indptr = np.array([0, hidden.shape[0]], dtype=np.int32)
         segments = build_segments([slots], indptr, self._device)
         logits = self._decoder.logits(hidden.contiguous(), self._residency.tables, segments)
+        if self._watch is not None:
+            self._watch(batch.requests[sequence].id, at, logits)
         tokens = batch.requests[sequence].prompt[at + 1 : at + 1 + hidden.shape[0]]
         return logprobs_of(logits, tokens, [count] * len(tokens))
 

@@ -32,17 +32,22 @@ def compiled_parallel(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Never the same function as a `compiled` one: Numba's cache does not tell the two apart.
     """
-    return _compile(function, parallel=PRANGE_ONLY)
+    return _compile(function, parallel=True)
 
 
-def _compile(function: Callable[..., Any], parallel: bool | dict[str, bool]) -> Callable[..., Any]:
-    njit: Any = numba.njit  # its own annotations know `parallel` only as a bool
-    options = {"fastmath": FAST_MATH, "error_model": "numpy", "parallel": parallel}
+def _compile(function: Callable[..., Any], parallel: bool) -> Callable[..., Any]:
     try:
-        kernel: Callable[..., Any] = njit(cache=True, **options)(function)
+        return _jit(function, parallel, cache=True)
     except RuntimeError as error:  # neither the package's folder nor the user's cache can be written
         logger.info("%s is compiled anew at every start: %s; set NUMBA_CACHE_DIR", function.__name__, error)
-        kernel = njit(**options)(function)
+        return _jit(function, parallel, cache=False)
+
+
+def _jit(function: Callable[..., Any], parallel: bool, cache: bool) -> Callable[..., Any]:
+    njit: Any = numba.njit  # its own annotations know `parallel` only as a bool
+    # A copy of the options, because Numba empties the dict that it is given.
+    options = dict(PRANGE_ONLY) if parallel else False
+    kernel: Callable[..., Any] = njit(cache=cache, fastmath=FAST_MATH, error_model="numpy", parallel=options)(function)
     return kernel
 
 

@@ -30,7 +30,7 @@ class AttentionBatch:
 
     A decode sequence has exactly one new token. `seq_lens` counts all tokens of a sequence, cached and new; the new
     ones are its last `q_indptr[i+1] - q_indptr[i]`. `locations[req_rows[i], p]` is where position p of sequence i
-    lies in the KV cache.
+    lies in the KV cache. Made anew for every step: backends keep what they derive from it while it is the last one.
     """
 
     req_rows: Tensor  # [num_seqs] int32
@@ -46,7 +46,9 @@ class AttentionBatch:
 class LoraSegments:
     """(token, slot, weight) triples sorted by slot; segment g holds the triples of `slots[g]`.
 
-    A token may appear in several segments (a blend) but at most once in each. Tokens of the base appear in none.
+    A token may appear in several segments (a blend) but at most once in each. Tokens of the base appear in none. Made
+    anew for every step: backends keep what they derive from it and from its slots' pages and ranks, which must not
+    change while the step runs.
     """
 
     tokens: Tensor  # [num_triples] int32, row of x and y

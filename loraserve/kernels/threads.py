@@ -37,7 +37,10 @@ def configure_threads(num_threads: int | None) -> int:
         os.environ[name] = str(count)
     imported = [name for name in ("torch", "numba") if name in sys.modules]
     if imported:
-        logger.warning("%s was imported before the thread pools were configured", " and ".join(imported))
+        logger.warning(
+            "%s was imported before the thread pools were configured; idle threads may take cores",
+            " and ".join(imported),
+        )
         if "torch" in imported:
             sys.modules["torch"].set_num_threads(count)
     logger.info("computing with %d CPU threads", count)

@@ -44,7 +44,21 @@ def test_decode_and_chunks_see_only_the_window(ops, window):
 
 
 def test_mixed_decode_and_prefill(ops):
-    check(ops, [5, 300, 64, 130, 20, 3, 9], [1, 1, 64, 129, 7, 2, 4], 9, 3, 64)
+    check(ops, [5, 300, 64, 130, 20, 3, 90, 40], [1, 1, 64, 129, 7, 2, 16, 17], 9, 3, 64)
+
+
+def test_nan_in_one_sequence_stays_in_it(ops):
+    case = make_attention([40, 50, 60], [1, 1, 20], 6, 2, 64, generator=torch.Generator().manual_seed(2))
+    for i in (0, 2):
+        where = case.batch.locations[case.batch.req_rows[i], 7].long()
+        case.k_cache[where, 0, 3] = float("nan")
+    out = ops.attention(case.q, case.k_cache, case.v_cache, case.batch, 0.125, None)
+    bad = out.view(-1, 6, 64).isnan()
+    assert bad[0, :3].all()
+    assert not bad[0, 3:].any()
+    assert not bad[1].any()
+    assert bad[2:, :3].all()
+    assert not bad[2:, 3:].any()
 
 
 def test_long_context_alone_is_split_between_workers(ops):

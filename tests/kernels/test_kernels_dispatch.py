@@ -126,10 +126,13 @@ import torch
 from numba import config
 assert os.environ["OMP_WAIT_POLICY"] == "passive"
 assert torch.get_num_threads() == 1 and config.NUMBA_NUM_THREADS == 1
+configure_threads(2)
+assert torch.get_num_threads() == 2
 """
     env = {k: v for k, v in os.environ.items() if not k.startswith(("OMP", "NUMBA", "MKL"))}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr
+    assert "torch and numba was imported before" in done.stderr
 
 
 def test_without_openmp_the_workqueue_runs_and_says_so():

@@ -81,6 +81,13 @@ def test_blends_and_weights(ops, generator, num_tokens):
     check(ops, pool, assignments, generator)
 
 
+def test_only_steps_without_blends_are_cut_by_unit():
+    plain = make_segments([[(0, 1.0)], [], [(1, 1.0)], [(-1, 1.0)]])
+    blend = make_segments([[(0, 1.0), (1, 1.0)], [(0, 1.0)]])
+    assert cpu_lora_plan.plan_step(plain).distinct
+    assert not cpu_lora_plan.plan_step(blend).distinct
+
+
 def test_one_high_rank_unit_among_small_ones(ops, generator):
     pool = make_pool([(576, 576)], [[128, 1, 2, 4]], generator=generator)
     check(ops, pool, [[(0, 1.0)], [(1, 1.0)], [(2, 1.0)], [(3, 1.0)]], generator)
@@ -91,9 +98,16 @@ def test_large_decode_step_runs_parallel_by_unit(ops, generator):
     check(ops, pool, [[(i % 8, 1.0)] for i in range(16)], generator)
 
 
-def test_decode_rows_and_prefill_chunks_together(ops, generator):
-    pool = make_pool(QKV, [[8, 3, 16, 0], [4, 0, 16, 2], [0, 5, 1, 2]], generator=generator)
-    assignments = [[(0, 1.0)], [], [(1, 1.0)]] + [[(2, 1.0)]] * 40 + [[(0, 1.0)]] * 20 + [[(3, 2.0)]] * 17 + [[]]
+@pytest.mark.parametrize("ranks", [[8, 3, 16, 0], [64, 33, 128, 40]])
+def test_decode_rows_and_prefill_chunks_together(ops, generator, ranks):
+    pool = make_pool(QKV, [ranks, [4, 0, 16, 2], [0, 5, 1, 2]], generator=generator)
+    assignments = [[(0, 1.0)], [], [(1, 1.0)]] + [[(2, 1.0)]] * 70 + [[(0, 1.0)]] * 64 + [[(3, 2.0)]] * 130 + [[]]
+    check(ops, pool, assignments, generator)
+
+
+def test_blends_of_prefill_chunks_at_high_rank(ops, generator):
+    pool = make_pool(QKV, [[64, 48], [8, 3], [0, 40]], generator=generator)
+    assignments = [[(0, 0.5), (1, -2.0)]] * 128 + [[], [(1, 1.0)]]
     check(ops, pool, assignments, generator)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -132,6 +134,15 @@ def test_linear(ops, rows, bias, dtype, tol):
     got = linear(x)
     assert got.dtype is dtype
     torch.testing.assert_close(got.double(), want, atol=tol, rtol=tol)
+
+
+def test_a_packed_weight_replaces_the_plain_one():
+    weight = torch.randn(64, 32)
+    plain = weakref.ref(weight)
+    linear = CpuOps(num_threads=1).pack_linear(weight, None)
+    del weight
+    assert plain() is None
+    assert linear(torch.ones(1, 32)).shape == (1, 64)
 
 
 def test_inputs_that_are_not_contiguous_are_computed_all_the_same(ops):

@@ -12,7 +12,7 @@ from raw_adapters import Tensor, container, raw_container
 from safetensors.torch import save_file
 
 from loraserve.errors import AdapterRefused
-from loraserve.lora.container import MAX_HEADER, TensorReader, read_header
+from loraserve.lora.container import MAX_HEADER, MAX_TENSORS, TensorReader, read_header
 from loraserve.lora.files import AdapterFolder
 from loraserve.lora.spec import TensorRef
 
@@ -51,6 +51,14 @@ def test_a_header_above_the_limit_is_not_read(tmp_path: Path) -> None:
     with open(tmp_path / "x", "wb") as file:
         file.write(struct.pack("<Q", MAX_HEADER + 1) + b"{")
         file.truncate(MAX_HEADER * 2)  # sparse
+    with pytest.raises(AdapterRefused, match="at most") as caught:
+        read_header(AdapterFolder.at(tmp_path), "x")
+    assert caught.value.code == "corrupt_weights"
+
+
+def test_too_many_tensors(tmp_path: Path) -> None:
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    (tmp_path / "x").write_bytes(raw_container({str(number): entry for number in range(MAX_TENSORS + 1)}))
     with pytest.raises(AdapterRefused, match="at most") as caught:
         read_header(AdapterFolder.at(tmp_path), "x")
     assert caught.value.code == "corrupt_weights"
