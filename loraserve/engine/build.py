@@ -89,6 +89,7 @@ def build_engine(config: EngineConfig, watch: LogitsWatch | None = None) -> Engi
         adapters=desk,
         page_size=config.cache.page_size,
         eos_token_ids=frozenset(shape.eos_token_ids),
+        vocab_size=shape.vocab_size,
         default_timeout_s=config.scheduler.request_timeout_s,
         shareable_context=shape.rope.context_threshold,
     )

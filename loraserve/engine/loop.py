@@ -24,7 +24,7 @@ from loraserve.engine.messages import (
 )
 from loraserve.engine.runner import ModelRunner, StepOutput
 from loraserve.engine.sampler import Logprobs
-from loraserve.errors import LoraserveError, NonFiniteLogits, RequestAborted
+from loraserve.errors import InvalidToken, LoraserveError, NonFiniteLogits, RequestAborted
 from loraserve.scheduler.batch import ScheduleBatch
 from loraserve.scheduler.request import FinishReason, Request, namespace_of
 from loraserve.scheduler.scheduler import Scheduler
@@ -49,6 +49,7 @@ class EngineLoop:
         adapters: AdapterDesk,
         page_size: int,
         eos_token_ids: frozenset[int],
+        vocab_size: int,
         default_timeout_s: float,
         shareable_context: int | None = None,
     ) -> None:
@@ -57,6 +58,7 @@ class EngineLoop:
         self._adapters = adapters
         self._page_size = page_size
         self._eos = eos_token_ids
+        self._vocab_size = vocab_size
         self._default_timeout_s = default_timeout_s
         self._shareable_context = shareable_context
         self._outputs: list[RequestOutput] = []
@@ -109,6 +111,7 @@ class EngineLoop:
             eos_ids=frozenset() if params.ignore_eos else self._eos,
         )
         try:
+            self._check_tokens(message.prompt)
             self._adapters.hold(request.adapters)
             try:
                 self._scheduler.add(request)
@@ -119,6 +122,11 @@ class EngineLoop:
             self._outputs.append(_failed(message.id, error))
         else:
             self._open.add(message.id)
+
+    def _check_tokens(self, prompt: list[int]) -> None:
+        # An id outside the tables would be read as memory by the kernels, in the middle of everybody's forward.
+        if prompt and not (min(prompt) >= 0 and max(prompt) < self._vocab_size):
+            raise InvalidToken(f"token ids must be from 0 to {self._vocab_size - 1}", param="prompt")
 
     def _namespace(self, message: AddRequest) -> str:
         salt = message.cache_salt or ""
