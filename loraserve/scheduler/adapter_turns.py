@@ -32,22 +32,52 @@ class AdapterTurns:
 
     A request whose adapters are not all on the device is passed over, and its adapters are wanted from the gate. In
     return overtaking is bounded: once a request has been passed over for longer than `wait_limit_s` and its adapters
-    only lack device pages (their files are staged), it holds the turn. Then nobody is admitted with an adapter that
-    the holder does not use, so that running leases end and pages come free. Two kinds go on: requests of the base,
-    which hold no adapter pages, and requests that asked for their adapters before the holder did, for the gate keeps
-    those adapters before it makes room for the holder's. A request that waits for a download holds no turn: keeping
-    others off the device would not speed it up.
+    only lack device pages (their files are staged), it holds the turn, the one passed over first before the others.
+    While it does, running leases end and pages come free, for of the requests with other adapters than the holder's
+    only these are admitted, as far as their adapters are here:
+
+    - Those that asked for their adapters before the holder did. The gate keeps those adapters before it makes room for
+      the holder's, so the holder would wait for them anyway.
+    - At most `max_riders` others in a turn, which all came before the turn began. Without these an adapter would come
+      in, serve the one request that was first in line, leave for the next holder, and come back for its other requests
+      one by one.
+
+    Requests of the base hold no adapter pages and always go on. A request that waits for a download holds no turn:
+    keeping others off the device would not speed it up.
+
+    The bound. Whatever comes during a turn waits for its end, so a turn is over when what runs at its beginning and the
+    two kinds above have run. With rows and KV for all of them at once this takes D + U: the longest run and one change
+    of adapters. If riders wait for rows first it takes 2 D + U, for no more of them ride than can run together; those
+    that asked earlier than the holder take what any queue in front takes. A request that is overdue waits only for
+    holders that were passed over before it. When a turn ends, all that wait for the same adapters ride in the next one
+    (more than `max_riders` of them: in the next ones), so there is one such turn for each different set of adapters.
+    With S sets wanted nobody is passed over for longer than `wait_limit_s + S * (2 * D + U)` once its files are staged
+    and nobody ahead lacks rows, however many requests come.
     """
 
-    __slots__ = ("_gate", "_holder", "_last_wanted", "_passed", "_states", "_wait_limit_s", "_wants")
+    __slots__ = (
+        "_gate",
+        "_holder",
+        "_last_wanted",
+        "_max_riders",
+        "_num_riders",
+        "_passed",
+        "_states",
+        "_turn_began",
+        "_wait_limit_s",
+        "_wants",
+    )
 
-    def __init__(self, gate: AdapterGate, wait_limit_s: float) -> None:
+    def __init__(self, gate: AdapterGate, wait_limit_s: float, max_riders: int) -> None:
         self._gate = gate
+        self._max_riders = max_riders
         self._wait_limit_s = wait_limit_s
         self._wants: dict[str, _Want] = {}
         self._passed: dict[str, Request] = {}  # waiting and passed over at least once, the first in front
         self._states: dict[str, str] = {}  # seen in this step
         self._holder: Request | None = None
+        self._turn_began = -inf  # of the holder
+        self._num_riders = 0  # admitted in this turn
         self._last_wanted = -inf
 
     @property
@@ -65,7 +95,9 @@ class AdapterTurns:
                 failed |= {name: FailedRequest(request, error) for name, request in want.requests.items()}
             else:
                 self._gate.want(version, want.since)
-        self._holder = self._find_holder(now)
+        holder = self._find_holder(now)
+        if holder is not self._holder:
+            self._holder, self._turn_began, self._num_riders = holder, now, 0
         return list(failed.values())
 
     def failure(self, request: Request) -> LoraserveError | None:
@@ -82,7 +114,7 @@ class AdapterTurns:
         if any(self._state(version) != AdapterState.RESIDENT for version in request.versions):
             self.pass_over(request, now)
             return Refusal.ADAPTER_LOADING
-        if self._holder is None or self._may_go_on(request, self._holder):
+        if not self._overtakes(request) or self._may_ride(request):
             return None
         self.want(request, now)
         return Refusal.ADAPTER_TURN
@@ -116,6 +148,7 @@ class AdapterTurns:
                     self._gate.release(taken)
                 self._states[version] = str(self._gate.state(version))
                 return False
+        self._num_riders += self._overtakes(request)
         return True
 
     def release(self, request: Request) -> None:
@@ -160,13 +193,18 @@ class AdapterTurns:
         error = self._gate.failure(version)
         return error if error is not None else AdapterFailed(f"adapter version {version[:12]} could not be loaded")
 
-    def _may_go_on(self, request: Request, holder: Request) -> bool:
-        """Whether a request whose adapters are here may be admitted although `holder` has the turn."""
-        if set(request.versions) <= set(holder.versions):
-            return True
-        if request.wanted_at is None or holder.wanted_at is None:
+    def _overtakes(self, request: Request) -> bool:
+        """Whether the holder of the turn would come later because this request is admitted now."""
+        holder = self._holder
+        if holder is None or set(request.versions) <= set(holder.versions):
             return False
-        return request.wanted_at <= holder.wanted_at
+        if request.wanted_at is None or holder.wanted_at is None:
+            return True
+        return request.wanted_at > holder.wanted_at
+
+    def _may_ride(self, request: Request) -> bool:
+        """Whether a request may overtake the holder of the turn; the policy's order says who does while some may."""
+        return request.arrival < self._turn_began and self._num_riders < self._max_riders
 
     def _find_holder(self, now: float) -> Request | None:
         for request in self._passed.values():

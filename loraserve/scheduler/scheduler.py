@@ -45,11 +45,11 @@ class Scheduler:
         self._config = config
         self._cache = cache
         self._clock = clock
-        self._turns = AdapterTurns(adapters, adapter_wait_limit_s)
         self._policy = make_policy(config.policy, lambda r: cache.lookup(r.namespace, r.prompt_ids))
         self._growth = growth or GrowthReserve()
         # Every running request may decode in every step, so there are never more of them than tokens in a step.
         self._max_running = min(config.max_running, config.max_step_tokens, cache.free_rows)
+        self._turns = AdapterTurns(adapters, adapter_wait_limit_s, max_riders=self._max_running)
         self._requests: dict[str, Request] = {}  # unfinished
         self._waiting = WaitingQueue()
         self._running: list[Request] = []  # by rank: who is retracted last comes first

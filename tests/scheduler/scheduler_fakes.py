@@ -118,6 +118,7 @@ class FakeGate:
     wants: dict[str, float] = field(default_factory=dict)
     now: float = 0.0
     uses: int = 0
+    uploads: int = 0
 
     def state(self, version: str) -> str:
         return self.adapters[version].state
@@ -174,6 +175,7 @@ class FakeGate:
             if taken + adapter.size > self.room:
                 return  # nobody behind may take what this one waits for
             adapter.state = AdapterState.RESIDENT
+            self.uploads += 1
 
     @property
     def leases(self) -> int:

@@ -21,6 +21,15 @@ from loraserve.scheduler.scheduler import Scheduler
 
 
 @dataclass
+class Turn:
+    """Who holds the turn, as seen from outside."""
+
+    holders: list[Request] = field(default_factory=list)  # several if it may be any of them
+    began: float = 0.0
+    riders: int = 0  # admitted since, although the holder asked before them
+
+
+@dataclass
 class Seen:
     """What came out for one request."""
 
@@ -57,6 +66,11 @@ class World:
         self.added: dict[str, Request] = {}
         self.seen: dict[str, Seen] = {}
         self.batches: list[ScheduleBatch] = []
+        self.turn = Turn()
+        self.num_riders = 0  # of all turns
+        self.most_sets = 0  # different sets of adapters that passed-over requests waited for at the same time
+        self.longest_turn_s = 0.0
+        self.longest_wait_s = 0.0  # from the first passing over to the admission
         self.logprob_positions: dict[str, list[int]] = {}  # prompt positions reported, for who wants prompt logprobs
 
     def request(self, name: str, prompt: list[int], *versions: str, max_tokens: int = 8, **more: object) -> Request:
@@ -93,18 +107,37 @@ class World:
         first = min((request.passed_over_at or 0.0 for request in late), default=0.0)
         return [request for request in late if request.passed_over_at == first]
 
-    def check_turn(self, request: Request, asked: dict[str, float], holders: list[Request]) -> None:
-        """A request was admitted: its adapters were nobody else's turn."""
-        assert not holders or not request.versions or any(
+    def follow_turn(self) -> Turn:
+        """Whose turn it is in this step, and since when."""
+        holders = self.turn_holders()
+        if holders != self.turn.holders:
+            self.turn = Turn(holders, self.clock.now)
+        passed = (request for request in self.scheduler.requests() if request.passed_over_at is not None)
+        self.most_sets = max(self.most_sets, len({frozenset(request.versions) for request in passed}))
+        if holders:
+            self.longest_turn_s = max(self.longest_turn_s, self.clock.now - self.turn.began)
+        return self.turn
+
+    def check_turn(self, request: Request, asked: dict[str, float], turn: Turn) -> None:
+        """A request was admitted: its adapters were nobody else's turn, or it is one of the few that may ride."""
+        holders = [holder for holder in turn.holders if holder.state == RequestState.WAITING]
+        if not holders or not request.versions or any(
             set(request.versions) <= set(holder.versions) or asked.get(request.id, np.inf) <= asked[holder.id]
             for holder in holders
-        ), f"{request.id} took the turn of {holders[0].id}"  # fmt: skip
+        ):  # fmt: skip
+            return
+        turn.riders += 1
+        self.num_riders += 1
+        if len(turn.holders) == 1:  # else one of them may have handed the turn to the next without being seen
+            assert request.arrival < turn.began, f"{request.id} took the turn of {holders[0].id}"
+            assert turn.riders <= self.config.max_running, f"too many rode in the turn of {holders[0].id}"
 
     def begin(self) -> ScheduleBatch | None:
         """Let time pass and get the next batch, with the rules of batches checked."""
         self.clock.now += self.step_s
         self.gate.advance(self.clock.now)
-        holders = self.turn_holders()
+        turn = self.follow_turn()
+        passed = {r.id: r.passed_over_at for r in self.scheduler.requests() if r.passed_over_at is not None}
         running = {request.id for request in self.scheduler.requests() if request.state == RequestState.RUNNING}
         asked = {r.id: r.wanted_at for r in self.scheduler.requests() if r.wanted_at is not None}
         batch = self.scheduler.get_next_batch()
@@ -122,7 +155,9 @@ class World:
             assert entry.num_new <= self.config.prefill_chunk
             assert all(self.gate.adapters[v].leases > 0 for v in request.versions), "runs without its adapter"
             if request.id not in running:
-                self.check_turn(request, asked, [r for r in holders if r.state == RequestState.WAITING])
+                self.check_turn(request, asked, turn)
+                wait = self.clock.now - passed.get(request.id, self.clock.now)
+                self.longest_wait_s = max(self.longest_wait_s, wait)
         return batch
 
     def finish(self, batch: ScheduleBatch, *, broken: bool = False) -> None:

@@ -120,8 +120,9 @@ def flood(world: World, limit_steps: int) -> tuple[int, bool]:
 def test_overtaking_is_bounded() -> None:
     world = world_of(room=1, max_running=8, busy=FakeAdapter(1, 0.0), cold=FakeAdapter(1, 0.0))
     steps, base_ran = flood(world, 400)
-    # 0.5 s of overtaking are 50 steps; then the running ones end within their 30 tokens.
-    assert 50 <= steps <= 50 + 40
+    # 0.5 s of overtaking are 50 steps; then the running ones end within their 30 tokens. As all rows are taken, those
+    # that may ride get theirs only now, for 30 tokens more.
+    assert 50 <= steps <= 50 + 2 * 30 + 10
     assert base_ran, "requests of the base hold no adapter pages and go on"
     world.run()
 
@@ -155,6 +156,22 @@ def test_who_asked_before_the_holder_may_go_on() -> None:
     first, second = world.add("first", [1], "a", max_tokens=2), world.add("second", [1], "b", max_tokens=2)
     world.run(max_steps=400)
     assert first.order < second.order
+
+
+def test_more_than_ride_may_go_on_if_they_asked_before_the_holder() -> None:
+    """They do not count as riders: the gate keeps their adapter from the holder until the last of them is served."""
+    config = SchedulerConfig(max_running=1, max_step_tokens=32, prefill_chunk=16, policy="priority")
+    adapters = {"a": FakeAdapter(1, 0.0), "b": FakeAdapter(1, 0.0)}
+    world = World(scheduler=config, num_locations=512, room=1, adapters=adapters)
+    world.add("base", [1], max_tokens=10)
+    early = [world.add(f"a{i}", [i], "a", max_tokens=60, priority=1) for i in range(4)]
+    world.step()
+    holder = world.add("b", [1], "b", max_tokens=2)
+    world.until(lambda: world.turn.holders == [holder])
+    assert sum(not request.admitted for request in early) > config.max_running
+    world.until(lambda: holder.admitted)
+    assert all(request.is_finished for request in early)
+    world.run()
 
 
 def test_a_failed_adapter_ends_its_requests_only() -> None:

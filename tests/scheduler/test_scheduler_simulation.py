@@ -26,6 +26,7 @@ world = World(
 simulate(world, 0, 10_000, load=0.25, check_every=200)
 stats = world.scheduler.stats()
 print(stats.finished_total, stats.retractions_total, stats.cached_tokens_total, len(world.batches))
+print(world.num_riders, world.most_sets, world.longest_turn_s, world.longest_wait_s)
 """
 
 
@@ -33,11 +34,20 @@ def test_ten_thousand_steps_without_torch() -> None:
     here = Path(__file__).parent
     done = subprocess.run([sys.executable, "-c", LONG, str(here)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
-    finished, retractions, cached, batches = map(int, done.stdout.split())
+    counts, waits = done.stdout.splitlines()
+    finished, retractions, cached, batches = map(int, counts.split())
+    riders, sets, longest_turn, longest_wait = map(float, waits.split())
     assert finished > 3000
     assert retractions > 50, "the run was meant to be short of KV"
     assert cached > 1000
     assert batches > 8000
+    assert riders > 50
+    # Nobody runs longer than 70 tokens and 4 chunks of a prompt, in steps of 10 ms; one more is to change adapters.
+    # Rows and KV are short: what rides may have to wait until what runs has ended.
+    longest_run = 0.01 * (70 + 4 + 1)
+    assert longest_turn <= 2 * longest_run
+    # 0.5 s until it is overdue, 0.3 s for the slowest fetch, then one turn for each set of adapters.
+    assert longest_wait <= 0.5 + 0.3 + sets * (longest_turn + 0.01)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "longest-prefix", "priority", "fair-share"])
