@@ -20,8 +20,10 @@ LAYERS = {
     "models": 3,
     "engine": 4,
     "server": 5,
+    "inspection": 5,
     "llm": 6,
-    "cli": 6,
+    "verify": 6,
+    "cli": 7,
 }
 TORCH_FREE_ROOMS = {"scheduler", "server", "cli"}
 # What the server may see of the rooms below it: messages to the engine, the registry's side of the adapters.

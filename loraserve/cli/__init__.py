@@ -1,4 +1,4 @@
-"""The command line: `loraserve serve`, `loraserve adapters …`, `loraserve version`."""
+"""The command line: `loraserve serve`, `loraserve adapters …`, `loraserve verify`, `loraserve version`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import typer
 
 from loraserve import __version__
 from loraserve.cli.adapters import adapters_app
+from loraserve.cli.refusals import error_line
 from loraserve.cli.serve import add_serve
+from loraserve.cli.verify import verify
 from loraserve.errors import ConfigError, LoraserveError
 
 EXIT_FAILED = 1
@@ -40,6 +42,7 @@ def make_app() -> typer.Typer:
 
     add_serve(app)
     app.add_typer(adapters_app(), name="adapters")
+    app.command("verify")(verify)
     return app
 
 
@@ -54,8 +57,7 @@ def main() -> None:
     try:
         make_app()()
     except LoraserveError as error:
-        line = " ".join(error.message.split())
-        print(f"error: {line} ({error.code})", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         sys.exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,8 +1,9 @@
-"""`loraserve adapters`: a running server's adapters, over its HTTP API."""
+"""`loraserve adapters`: a running server's adapters, over its HTTP API, and adapters' files on this machine."""
 
 from __future__ import annotations
 
 import json
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -11,19 +12,22 @@ import httpx
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from loraserve.config import format_bytes
+from loraserve.cli.adapters_offline import convert, inspect_path, is_path
+from loraserve.config import LoraConfig, format_bytes
 from loraserve.errors import ConfigError, LoraserveError
 
 DEFAULT_SERVER = "http://127.0.0.1:8000"
 # Loading and draining take as long as they take; only reaching the server must be quick.
 TIMEOUT = httpx.Timeout(None, connect=10.0)
+PIPE_WIDTH = 1000
 
 Server = Annotated[str, typer.Option("--server", envvar="LORASERVE_SERVER", help="Address of the server.")]
 AdminKey = Annotated[
     str | None, typer.Option("--admin-key", envvar="LORASERVE_ADMIN_KEY", help="The server's admin key.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the server's answer as JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 class ServerRefused(LoraserveError):
@@ -42,11 +46,15 @@ class ServerUnreachable(LoraserveError):
 
 def adapters_app() -> typer.Typer:
     """The group of commands."""
-    app = typer.Typer(no_args_is_help=True, help="List, load, unload and inspect the adapters of a running server.")
+    app = typer.Typer(
+        no_args_is_help=True,
+        help="The adapters of a running server: list, load, unload, inspect. Adapters on disk: inspect PATH, convert.",
+    )
     app.command("list")(list_adapters)
     app.command("load")(load_adapter)
     app.command("unload")(unload_adapter)
     app.command("inspect")(inspect_adapter)
+    app.command("convert")(convert)
     return app
 
 
@@ -58,7 +66,7 @@ def list_adapters(server: Server = DEFAULT_SERVER, admin_key: AdminKey = None, a
         return
     table = Table(box=None, pad_edge=False)
     for column in ("name", "version", "state", "on", "rank", "size", "requests", "running"):
-        table.add_column(column)
+        table.add_column(column, no_wrap=True)
     for info in answer["data"]:
         size = "" if info["bytes"] is None else format_bytes(info["bytes"])
         table.add_row(
@@ -71,7 +79,7 @@ def list_adapters(server: Server = DEFAULT_SERVER, admin_key: AdminKey = None, a
             str(info["requests"]),
             str(info["leases"]),
         )
-    Console().print(table if answer["data"] else "no adapters")
+    _print_table(table if answer["data"] else "no adapters")
 
 
 def load_adapter(
@@ -109,6 +117,8 @@ def unload_adapter(
     as_json: AsJson = False,
 ) -> None:
     """Unload an adapter; returns when its memory is free."""
+    if not isfinite(deadline):
+        raise ConfigError(f"--deadline must be a number of seconds, got {deadline}")
     body = {"name": name, "force": force, "deadline_s": deadline}
     answer = call(server, admin_key, "POST", "/adapters/unload", body)
     if as_json:
@@ -118,26 +128,45 @@ def unload_adapter(
 
 
 def inspect_adapter(
-    name: Annotated[str, typer.Argument(help="Name of the adapter.")],
+    name: Annotated[str, typer.Argument(metavar="NAME|PATH", help="Name on the server, or a folder on this machine.")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="With a PATH: base model (folder or Hub id) to check it against; its config is enough."),
+    ] = None,
+    max_lora_rank: Annotated[
+        int, typer.Option(help="With a PATH: largest rank that is accepted.", min=1)
+    ] = LoraConfig().max_lora_rank,
     server: Server = DEFAULT_SERVER,
     admin_key: AdminKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show everything a server knows of an adapter."""
+    """Show everything a server knows of an adapter, or what a folder on this machine holds.
+
+    The argument is taken as a PATH if it is an existing folder, begins with '/', './', '../' or '~/', or has more
+    than one '/'; then no server is asked, and everything that a load checks is checked here. Otherwise it is a NAME (or
+    ORG/NAME) on the server. Exit code 2: the folder's adapter is refused.
+    """
+    if is_path(name):
+        inspect_path(name, model, max_lora_rank, as_json)
+        return
+    if model is not None:
+        raise ConfigError(f"--model is for a PATH, and {name!r} is not a folder here")
     _print_info(call(server, admin_key, "GET", f"/adapters/{quote(name)}"), as_json)
 
 
 def call(server: str, admin_key: str | None, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
     """One request to the server. Raises `ServerUnreachable`, `ServerRefused`."""
-    headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
+    # Bytes, because httpx would refuse a key beyond ASCII, which a server accepts.
+    headers = {b"authorization": f"Bearer {admin_key}".encode()} if admin_key else {}
     url = server.rstrip("/") + path
     try:
         answer = httpx.request(method, url, json=body, headers=headers, timeout=TIMEOUT)
-        content = answer.json()
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise ConfigError(f"{server!r} is not a server's address: {error}") from error
     except httpx.HTTPError as error:
         raise ServerUnreachable(f"the server at {server} cannot be reached: {error}") from error
+    try:
+        content = answer.json()
     except ValueError as error:
         raise ServerRefused("not_loraserve", f"{server} answered {answer.status_code} without JSON") from error
     if answer.is_success:
@@ -163,8 +192,15 @@ def _print_info(info: dict[str, Any], as_json: bool) -> None:
             shown = ", ".join(f"{inner} {text}" for inner, text in value.items() if text is not None)
         elif isinstance(value, list):
             shown = ", ".join(str(item) for item in value)
-        table.add_row(key, str(shown))
-    Console().print(table)
+        # Not a plain str: square brackets in a path would be read as markup.
+        table.add_row(key, Text(str(shown)))
+    _print_table(table)
+
+
+def _print_table(table: Table | str) -> None:
+    # Whoever reads it through a pipe wants whole names, not what fits a terminal of 80 columns.
+    console = Console()
+    console.print(table, width=None if console.is_terminal else PIPE_WIDTH)
 
 
 def _print_json(answer: Any) -> None:

@@ -17,6 +17,7 @@ from loraserve.lora.strict_json import parse_json, show
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 MLX_WEIGHTS_NAME = "adapters.safetensors"
+PICKLE_NAME = "adapter_model.bin"
 INDEX_NAMES = ("adapter_model.safetensors.index.json", "model.safetensors.index.json")
 SIDE_FILES = (
     "tokenizer.json",
@@ -110,11 +111,11 @@ def _find_weights(folder: AdapterFolder, names: frozenset[str]) -> tuple[Layout,
 
 
 def _no_weights(names: frozenset[str]) -> AdapterRefused:
-    if "adapter_model.bin" in names:
+    if PICKLE_NAME in names:
         return AdapterRefused(
             AdapterFault.UNSAFE_PICKLE,
-            "adapter_model.bin is a pickle, which can run code when it is opened; load it with PEFT where you trust it "
-            "and save it again with save_pretrained(folder), which writes safetensors",
+            f"{PICKLE_NAME} is a pickle, which can run code when it is opened; make it safe with "
+            "`loraserve adapters convert PATH OUT`",
         )
     for pattern, what in _FOREIGN_FILES:
         name = next((name for name in sorted(names) if pattern.fullmatch(name)), None)

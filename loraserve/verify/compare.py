@@ -1,0 +1,178 @@
+"""The engine's logits and tokens against PEFT's, row by row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from loraserve.compat import StrEnum
+from loraserve.verify.reference import Reference
+
+TOLERANCES: dict[str, float] = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.5}
+"""|Δlogit| against PEFT in float32 that is always allowed, by the dtype served."""
+
+_HALF_SLACK = 2.0
+"""In half precision the base's rounding dominates, and it grows with the model. What is allowed at least is this many
+times what PEFT in that dtype itself differs from PEFT in float32."""
+
+
+class Scenario(StrEnum):
+    """How the engine was asked."""
+
+    ALONE = "alone"
+    MIXED = "in a mixed batch"
+    EVICTED = "after eviction"
+    RELOADED = "after unload and load"
+
+
+class Served(StrEnum):
+    """What a request asked for."""
+
+    BASE = "base"
+    ADAPTER = "adapter"
+    COPY = "its copy"
+
+
+class Divergence(NamedTuple):
+    """The first token of an answer that is not PEFT's."""
+
+    prompt: int
+    position: int  # in the answer
+    token: int
+    expected: int
+    gap: float  # how much more PEFT's logit of its own token is; small: a near-tie
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One comparison over all prompts."""
+
+    scenario: Scenario
+    served: Served
+    max_delta: float  # inf if anything is not finite
+    limit: float  # max_delta must be below
+    num_rows: int
+    divergences: tuple[Divergence, ...]  # at most one per prompt
+    near_ties: bool  # half precision: a divergence where PEFT's own two logits are within the limit is rounding
+
+    @property
+    def passed(self) -> bool:
+        """Whether logits and tokens are PEFT's."""
+        tokens = all(self.near_ties and found.gap <= self.limit for found in self.divergences)
+        return self.max_delta < self.limit and tokens
+
+
+@dataclass(slots=True)
+class Trace:
+    """One request: its tokens, and the logits that led to them, one row for each position."""
+
+    prompt: int
+    served: Served
+    logits: Tensor  # [prompt + max_tokens − 1, vocab] float32; NaN where nothing was computed
+    tokens: list[int] = field(default_factory=list)
+    done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """PEFT's side, one entry for each prompt: what it was fed after the prompt, and its logits along that."""
+
+    fed: list[list[int]]  # the engine's lone answers
+    logits: list[Tensor]  # [prompt + max_tokens − 1, vocab]
+    limit: float
+    near_ties: bool
+
+
+def expectations(
+    base: Path, folder: Path, prompts: list[list[int]], traces: list[Trace], dtype: str
+) -> dict[Served, Expectation]:
+    """Let PEFT compute along the lone answers `traces`, which come in the order of the prompts, in float32.
+
+    If `dtype`, the one served, is another, PEFT computes in it too, for the limit. Raises `ReferenceUnavailable`.
+    """
+    exact = _peft_logits(base, folder, prompts, traces, torch.float32)
+    limits = dict.fromkeys(exact, TOLERANCES[dtype])
+    if dtype != "float32":
+        rounded = _peft_logits(base, folder, prompts, traces, getattr(torch, dtype))
+        for served, rows in exact.items():
+            noise = max(distance(one, other) for one, other in zip(rows, rounded[served], strict=True))
+            if math.isfinite(noise):  # float16 may overflow in PEFT; that allows nothing
+                limits[served] = max(limits[served], _HALF_SLACK * noise)
+    return {
+        served: Expectation(
+            [trace.tokens for trace in traces if trace.served is served], rows, limits[served], dtype != "float32"
+        )
+        for served, rows in exact.items()
+    }
+
+
+def _peft_logits(
+    base: Path, folder: Path, prompts: list[list[int]], traces: list[Trace], dtype: torch.dtype
+) -> dict[Served, list[Tensor]]:
+    reference = Reference.base(base, dtype)
+    found: dict[Served, list[Tensor]] = {}
+    for served in (Served.BASE, Served.ADAPTER):
+        if served is Served.ADAPTER:
+            reference = reference.adapted(folder)
+        found[served] = [
+            # Some checkpoints pad the head beyond the vocabulary.
+            reference.logits(prompts[trace.prompt] + trace.tokens[:-1])[:, : trace.logits.shape[1]]
+            for trace in traces
+            if trace.served is served
+        ]
+    return found
+
+
+def compare(
+    scenario: Scenario,
+    traces: Sequence[Trace],
+    expected: dict[Served, Expectation],
+    prompts: list[list[int]],
+) -> list[Check]:
+    """One check for everything that was served in a scenario."""
+    checks = []
+    for served in Served:
+        ours = [trace for trace in traces if trace.served is served]
+        if not ours:
+            continue
+        theirs = expected[Served.BASE if served is Served.BASE else Served.ADAPTER]
+        deltas, rows, divergences = [0.0], 0, []
+        for trace in ours:
+            fed, logits, start = theirs.fed[trace.prompt], theirs.logits[trace.prompt], len(prompts[trace.prompt])
+            # Rows after a token that PEFT was not fed have another history.
+            shared = start + _common(trace.tokens[:-1], fed[:-1])
+            deltas.append(distance(trace.logits[:shared], logits[:shared]))
+            rows += shared
+            divergence = _first_divergence(trace, fed, logits[start - 1 :])
+            divergences += [] if divergence is None else [divergence]
+        checks.append(Check(scenario, served, max(deltas), theirs.limit, rows, tuple(divergences), theirs.near_ties))
+    return checks
+
+
+def _first_divergence(trace: Trace, fed: list[int], logits: Tensor) -> Divergence | None:
+    """logits: [max_tokens, vocab], PEFT's for the answer's tokens."""
+    for position, token in enumerate(trace.tokens):
+        row = logits[position]
+        best = int(row.argmax())
+        if token != best:
+            return Divergence(trace.prompt, position, token, best, float(row[best] - row[token]))
+        if token != fed[position]:
+            return None  # as PEFT would have it, but PEFT was led another way from here on
+    return None
+
+
+def _common(left: list[int], right: list[int]) -> int:
+    """Length of the common prefix."""
+    return next((i for i, pair in enumerate(zip(left, right, strict=True)) if pair[0] != pair[1]), len(left))
+
+
+def distance(left: Tensor, right: Tensor) -> float:
+    """Largest |left − right|; inf if it is not a number."""
+    found = float((left - right).abs().max())
+    return found if math.isfinite(found) else math.inf

@@ -1,0 +1,149 @@
+"""PEFT itself, as the measure of what is served: Hugging Face's model and `PeftModel`, on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loraserve.errors import LoraserveError
+from loraserve.lora.adapter_files import CONFIG_NAME, WEIGHTS_NAME, Layout, read_adapter_files
+from loraserve.lora.files import AdapterFolder
+from loraserve.lora.keys import Role, parse_key
+from loraserve.lora.modules import canonical_path
+from loraserve.lora.strict_json import show
+
+logger = logging.getLogger(__name__)
+
+_PEFT_SUFFIXES: dict[Role, str] = {
+    Role.A: "lora_A.weight",
+    Role.B: "lora_B.weight",
+    Role.EMBED_A: "lora_embedding_A",
+    Role.EMBED_B: "lora_embedding_B",
+    Role.MAGNITUDE: "lora_magnitude_vector",
+    Role.LORA_BIAS: "lora_B.bias",
+    Role.BASE_WEIGHT: "base_layer.weight",
+    Role.BASE_BIAS: "base_layer.bias",
+    Role.WEIGHT: "weight",
+    Role.BIAS: "bias",
+    Role.TOKEN_ROWS: "token_adapter.trainable_tokens_delta",
+}
+"""How PEFT spells what a tensor is, in the files that it writes."""
+
+
+class ReferenceUnavailable(LoraserveError):
+    """PEFT or transformers cannot load what should be compared."""
+
+    code = "reference_unavailable"
+
+
+class Reference:
+    """A model of transformers, with or without an adapter, on the CPU."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model.eval()
+
+    @classmethod
+    def base(cls, path: Path, dtype: torch.dtype = torch.float32) -> Reference:
+        """The base model in a folder or `.gguf` file. Raises `ReferenceUnavailable`."""
+        from transformers import AutoModelForCausalLM
+
+        where = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})
+        with _quiet(), _named("transformers cannot load the base model"):
+            # Eager attention is the plain definition; the fused one hides a NaN in the keys.
+            model = AutoModelForCausalLM.from_pretrained(where[0], dtype=dtype, attn_implementation="eager", **where[1])
+        return cls(model)
+
+    def adapted(self, folder: Path) -> Reference:
+        """The adapter in `folder` on this base, which is used up: PEFT changes it in place.
+
+        PEFT must take every tensor. Files whose keys it would pass over are given to it once more, with the keys as it
+        writes them and the config untouched. Raises `ReferenceUnavailable`.
+        """
+        files = read_adapter_files(AdapterFolder.at(folder))
+        if files.layout is not Layout.PEFT:
+            raise ReferenceUnavailable(f"PEFT cannot read {files.layout} adapters, so there is nothing to compare with")
+        with _quiet(), _named("PEFT cannot load the adapter"):
+            if files.weights == (WEIGHTS_NAME,):
+                model, left_out = _attach(self._model, folder)
+                if not left_out:
+                    return Reference(model)
+                logger.info("PEFT leaves out %s; giving it the tensors under its own names", left_out[0])
+                self._model = model.unload()
+            with tempfile.TemporaryDirectory(prefix="loraserve-verify-") as respelled:
+                _respell(folder, files.weights, Path(respelled))
+                model, left_out = _attach(self._model, Path(respelled))
+        if left_out:
+            raise ReferenceUnavailable(f"PEFT leaves out {len(left_out)} tensors, such as {show(left_out[0])}")
+        return Reference(model)
+
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """Logits at every position, [num_tokens, vocab] float32."""
+        with torch.no_grad(), _quiet():
+            found: Tensor = self._model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0].float()
+        return found
+
+
+def _attach(model: Any, folder: Path) -> tuple[Any, list[str]]:
+    """The model with the adapter, and the keys of the file that PEFT did not use."""
+    from peft import PeftModel
+
+    adapted = PeftModel.from_pretrained(model, str(folder), torch_device="cpu")
+    # The first load does not say what was left out; a second one of the same adapter does.
+    result = adapted.load_adapter(str(folder), "default", torch_device="cpu")
+    return adapted, list(result.unexpected_keys)
+
+
+def _respell(folder: Path, weights: tuple[str, ...], target: Path) -> None:
+    """Copy an adapter with every key as PEFT writes it."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Tensor] = {}
+    for file in weights:
+        with safe_open(folder / file, framework="pt") as source:
+            for name in source.keys():  # noqa: SIM118  (not a dict)
+                key = parse_key(name)
+                suffix = _PEFT_SUFFIXES.get(key.role)
+                spelled = name if suffix is None else f"base_model.model.{canonical_path(key.module)}.{suffix}"
+                tensors[spelled] = source.get_tensor(name)
+    save_file(tensors, target / WEIGHTS_NAME)
+    shutil.copyfile(folder / CONFIG_NAME, target / CONFIG_NAME)
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Anything that the two libraries raise becomes one named error."""
+    try:
+        yield
+    except LoraserveError:
+        raise
+    except Exception as error:
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise ReferenceUnavailable(f"{what}: {type(error).__name__}: {first}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Neither progress bars nor warnings: what PEFT warns of is either harmless here or found by the comparison."""
+    settings: Any = importlib.import_module("transformers.utils.logging")
+    verbosity, bars = settings.get_verbosity(), settings.is_progress_bar_enabled()
+    settings.set_verbosity_error()
+    settings.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        settings.set_verbosity(verbosity)
+        if bars:
+            settings.enable_progress_bar()

@@ -1,0 +1,88 @@
+"""The tables of docs/adapters.md, made from the rules in the code: `python scripts/adapter_docs.py` rewrites them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from loraserve.lora.keys import _SUFFIXES, _WRAPPERS, Role
+from loraserve.lora.modules import _PREFIXES
+from loraserve.lora.peft_config import _SET_WHEN_EMPTY, FIELD_RULES, FieldRule, Treatment
+
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "adapters.md"
+
+TREATMENTS: dict[Treatment, str] = {
+    Treatment.HONOURED: "honoured",
+    Treatment.CHECKED: "checked",
+    Treatment.IGNORED: "ignored",
+    Treatment.REFUSED: "refused when set",
+}
+
+ROLES: dict[Role, str] = {
+    Role.A: "loaded: A [r, in]",
+    Role.B: "loaded: B [out, r]",
+    Role.EMBED_A: "loaded for `embed_tokens`: A [r, vocab]; elsewhere `unknown_tensor`",
+    Role.EMBED_B: "loaded for `embed_tokens`: B [hidden, r]; elsewhere `unknown_tensor`",
+    Role.MLX_A: "loaded from mlx-lm's `adapters.safetensors`, [in, r]; in PEFT's file `unknown_tensor`",
+    Role.MLX_B: "loaded from mlx-lm's `adapters.safetensors`, [r, out]; in PEFT's file `unknown_tensor`",
+    Role.MAGNITUDE: "`unsupported_variant` with `use_dora`, else `config_tensor_mismatch`",
+    Role.LORA_BIAS: "`unsupported_variant` with `lora_bias`, else `config_tensor_mismatch`",
+    Role.BASE_WEIGHT: "of `embed_tokens` or `lm_head`: must equal the base's matrix, else `unsupported_variant` or, "
+    "for another size, `shape_mismatch`; elsewhere `unknown_tensor`",
+    Role.BASE_BIAS: "`unsupported_variant` with `bias`, else `config_tensor_mismatch`",
+    Role.WEIGHT: "as `base_layer.weight`",
+    Role.BIAS: "`unsupported_variant` with `bias`, else `config_tensor_mismatch`",
+    Role.TOKEN_ROWS: "`unsupported_variant` with `trainable_token_indices`, else `config_tensor_mismatch`",
+    Role.UNKNOWN: "`unknown_tensor`",
+}
+
+
+def fields_table() -> str:
+    """One row for each field that is known."""
+    rows = [
+        f"| `{rule.name}` | {rule.type.name}{' or null' if rule.nullable else ''} | {_treatment(rule)} | {rule.note} |"
+        for rule in sorted(FIELD_RULES, key=lambda rule: (list(Treatment).index(rule.treatment), rule.name))
+    ]
+    return "\n".join(["| field | type | treatment | note |", "|---|---|---|---|", *rows])
+
+
+def _treatment(rule: FieldRule) -> str:
+    return TREATMENTS[rule.treatment] + (", even if empty" if rule.name in _SET_WHEN_EMPTY else "")
+
+
+def keys_table() -> str:
+    """One row for each part that a tensor can play."""
+    rows = []
+    for role, treatment in ROLES.items():
+        forms = [f"`{'.'.join(suffix)}`" for suffix, found in _SUFFIXES if found is role] or ["anything else"]
+        rows.append(f"| {', '.join(forms)} | {treatment} |")
+    return "\n".join(["| the key ends in | treatment |", "|---|---|", *rows])
+
+
+def prefixes_table() -> str:
+    """What may stand before or inside a key."""
+    rows = [
+        "| `base_model.model.` | PEFT's own prefix: taken off, once, several times, or not there |",
+        *(f"| `{wrapper}.` anywhere | wrapper of a training run: taken out |" for wrapper in sorted(_WRAPPERS)),
+        *(f"| `{prefix}…` | text model of a multimodal class: read as `{plain}…` |" for prefix, plain in _PREFIXES),
+        "| anything else | `unknown_module`, naming the first tensors without a place |",
+    ]
+    return "\n".join(["| before or inside | treatment |", "|---|---|", *rows])
+
+
+TABLES = {"fields": fields_table, "keys": keys_table, "prefixes": prefixes_table}
+
+
+def render(text: str) -> str:
+    """The document with every marked table made anew. Raises `ValueError` if a mark is missing."""
+    for name, table in TABLES.items():
+        marked = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", re.DOTALL)
+        found = marked.search(text)
+        if found is None:
+            raise ValueError(f"the document has no place for the table {name}")
+        text = text[: found.end(1)] + table() + text[found.start(2) :]
+    return text
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(render(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,192 @@
+"""`loraserve verify`: equal adapters pass, and every way of being wrong is found and named."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import ATTENTION, MLP, make_adapter, make_model
+from typer.testing import CliRunner
+
+from loraserve.cli import make_app
+from loraserve.errors import AdapterRefused, ConfigError
+from loraserve.verify import ReferenceUnavailable, Scenario, Served, Verdict, VerifyOptions, verify_adapter
+from loraserve.verify.compare import Expectation, Trace, compare
+
+SETTINGS: dict[str, Any] = {"r": 4, "lora_alpha": 6, "target_modules": ATTENTION + MLP}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("verify") / "base", seed=3, num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def adapter(model: Path) -> Path:
+    return make_adapter(model, model.parent / "adapter", 1, **SETTINGS)
+
+
+def verify(folder: Path, model: Path, **options: Any) -> Verdict:
+    return verify_adapter(folder, VerifyOptions(**{"model": str(model), "max_tokens": 5, "device": "cpu"} | options))
+
+
+def changed(adapter: Path, folder: Path, **config: Any) -> Path:
+    """The same tensors under another config."""
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes((adapter / "adapter_model.safetensors").read_bytes())
+    old = json.loads((adapter / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(old | config))
+    return folder
+
+
+def run_cli(*arguments: str) -> tuple[int, str, str]:
+    # `verify` sets the thread counts of its process; here they must not outlive the test.
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+    before, threads = {name: os.environ.get(name) for name in names}, torch.get_num_threads()
+    try:
+        result = CliRunner().invoke(make_app(), ["verify", *arguments], env={"COLUMNS": "160", "NO_COLOR": "1"})
+    finally:
+        torch.set_num_threads(threads)
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_an_equal_adapter_passes_in_every_scenario(model: Path, adapter: Path) -> None:
+    verdict = verify(adapter, model)
+    assert verdict.passed
+    assert verdict.max_delta < 1e-3
+    assert verdict.effect > 0.1
+    assert {(check.scenario, check.served) for check in verdict.checks} == {
+        (Scenario.ALONE, Served.BASE),
+        (Scenario.ALONE, Served.ADAPTER),
+        *((Scenario.MIXED, served) for served in Served),
+        (Scenario.EVICTED, Served.ADAPTER),
+        (Scenario.RELOADED, Served.ADAPTER),
+    }
+    assert all(check.num_rows > 5 * verdict.num_prompts for check in verdict.checks)
+
+
+def test_a_wrong_scale_fails(model: Path, adapter: Path, tmp_path: Path) -> None:
+    wrong = changed(adapter, tmp_path / "wrong", lora_alpha=6.1)
+    verdict = verify(adapter, model, against=wrong)
+    assert not verdict.passed
+    for check in verdict.checks:
+        assert check.passed == (check.served is Served.BASE)
+    assert 1e-3 < verdict.max_delta < 10
+
+
+def test_half_precision_has_its_own_limits(model: Path, adapter: Path, tmp_path: Path) -> None:
+    assert verify(adapter, model, dtype="bfloat16", prompts=("a quick fox", "b")).passed
+    wrong = changed(adapter, tmp_path / "wrong", lora_alpha=30)
+    assert not verify(adapter, model, dtype="bfloat16", prompts=("a quick fox", "b"), against=wrong).passed
+
+
+@pytest.mark.parametrize("spelling", ["default", "bare", "compiled", "sharded"])
+def test_files_that_peft_would_pass_over_are_compared_all_the_same(
+    model: Path, adapter: Path, tmp_path: Path, spelling: str
+) -> None:
+    folder = changed(adapter, tmp_path / "spelled")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    (folder / "adapter_model.safetensors").unlink()
+    if spelling == "sharded":
+        names = [f"adapter_model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+        index = {name: names[i % 2] for i, name in enumerate(tensors)}
+        for shard in names:
+            save_file({name: tensors[name] for name in tensors if index[name] == shard}, folder / shard)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    else:
+        rename = {
+            "default": lambda name: name.replace(".weight", ".default.weight"),
+            "bare": lambda name: name.removeprefix("base_model.model."),
+            "compiled": lambda name: name.replace("base_model.model.", "base_model.model._orig_mod."),
+        }[spelling]
+        save_file({rename(name): value for name, value in tensors.items()}, folder / "adapter_model.safetensors")
+    verdict = verify(folder, model, prompts=("fox",))
+    assert verdict.passed
+    assert verdict.effect > 0.1
+
+
+def test_what_cannot_be_compared_is_said(model: Path, adapter: Path, tmp_path: Path) -> None:
+    with pytest.raises(AdapterRefused) as refused:
+        verify(changed(adapter, tmp_path / "pissa", init_lora_weights="pissa"), model)
+    assert refused.value.code == "unsupported_init"
+    # PEFT would leave these tensors out.
+    fewer = changed(adapter, tmp_path / "fewer", target_modules=["q_proj"])
+    with pytest.raises(ReferenceUnavailable, match="leaves out"):
+        verify(adapter, model, prompts=("fox",), against=fewer)
+    with pytest.raises(ConfigError, match="tokens, the model takes"):
+        verify(adapter, model, prompts=("fox " * 600,))
+    with pytest.raises(ConfigError, match="no prompts"):
+        VerifyOptions(prompts=())
+    with pytest.raises(ConfigError):
+        VerifyOptions(max_tokens=0)
+
+
+def test_comparison_of_tokens_and_rows() -> None:
+    vocab = torch.eye(4) * 5  # row t: token t is best, the others lie 5 below
+    fed = [1, 2, 3]
+    prompts = [[0, 0]]
+    logits = torch.cat([vocab[[0]], vocab[fed]])
+
+    def check(tokens: list[int], rows: torch.Tensor, near_ties: bool = False, limit: float = 1.0) -> Any:
+        expected = {Served.ADAPTER: Expectation([fed], [logits], limit, near_ties)}
+        return compare(Scenario.ALONE, [Trace(0, Served.ADAPTER, rows, tokens)], expected, prompts)[0]
+
+    assert check(fed, logits).passed
+    assert check(fed, logits + 0.5).passed
+    assert not check(fed, logits + 1.5).passed
+    broken = logits.clone()
+    broken[0, 0] = torch.nan
+    assert check(fed, broken).max_delta == torch.inf
+    assert not check(fed, broken, limit=torch.inf).passed
+    # After another token, rows have another history: they are not compared, and the first such token counts.
+    other = logits.clone()
+    other[3] += 100
+    found = check([1, 0, 0], other)
+    assert found.num_rows == 3
+    assert found.max_delta == 0
+    assert found.divergences == ((0, 1, 0, 2, 5.0),)
+    assert not found.passed
+    assert not check([1, 0, 0], other, near_ties=True).passed
+    assert check([1, 0, 0], other, near_ties=True, limit=5.0).passed
+
+
+def test_command_passes_and_fails_by_exit_code(model: Path, adapter: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("quick brown\n\nfox\n")
+    common = ("--model", str(model), "--device", "cpu", "--max-tokens", "3", "--prompts", str(prompts))
+    code, out, err = run_cli(str(adapter), *common)
+    assert code == 0, out + err
+    for part in ("PASSED", "max |Δlogit|", "2 prompts", "in a mixed batch", "after eviction", "after unload and load"):
+        assert part in out
+    wrong = changed(adapter, tmp_path / "wrong", lora_alpha=30)
+    code, out, _ = run_cli(str(adapter), *common, "--against", str(wrong), "--json")
+    assert code == 1
+    answer = json.loads(out)
+    assert answer["passed"] is False
+    assert answer["max_delta"] > 1e-3
+    assert [check["passed"] for check in answer["checks"] if check["served"] == "base"] == [True, True]
+    assert any(check["divergences"] for check in answer["checks"])
+
+
+def test_command_refuses_with_code_2(model: Path, adapter: Path, tmp_path: Path) -> None:
+    bad = changed(adapter, tmp_path / "bad", lora_alpha="x")
+    for arguments, part in (
+        ((str(bad), "--model", str(model)), "(invalid_config)"),
+        ((str(tmp_path / "none"), "--model", str(model)), "(not_an_adapter)"),
+        ((str(adapter), "--model", str(tmp_path)), "(model_load_failed)"),
+        ((str(adapter), "--model", str(model), "--prompts", str(tmp_path / "none")), "(invalid_configuration)"),
+        ((str(adapter), "--model", str(model), "--dtype", "int8"), "(invalid_configuration)"),
+    ):
+        code, _, err = run_cli(*arguments)
+        assert code == 2, err
+        assert part in err
+        assert len([line for line in err.splitlines() if line.startswith("error:")]) == 1
