@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from loraserve.errors import ConfigError
 
+MAX_SIZE = 2.0**60
+MAX_SECONDS = 30 * 86_400.0
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 _UNITS = {"": 1, "b": 1, "k": 1000, "kb": 1000, "m": 1000**2, "mb": 1000**2, "g": 1000**3, "gb": 1000**3}
 _UNITS |= {"kib": KIB, "mib": MIB, "gib": GIB, "tib": 1024**4, "tb": 1000**4, "t": 1000**4}
@@ -25,7 +27,10 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS:
         raise ConfigError(f"{text!r} is not a size; write for example 512MiB or 2GiB")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    size = float(match[1]) * _UNITS[match[2].lower()]
+    if size > MAX_SIZE:
+        raise ConfigError(f"{text:.40} is more than any machine has")
+    return int(size)
 
 
 def format_bytes(count: int) -> str:
@@ -36,6 +41,24 @@ def format_bytes(count: int) -> str:
             return f"{value:.0f}{unit}" if unit == "B" else f"{value:.1f}{unit}"
         value /= 1024
     return f"{value:.2f}GiB"
+
+
+def check_least(least: int, **values: int | None) -> None:
+    """Raise `ConfigError` naming the flag of a value that is no whole number from `least` on; None is always fine."""
+    for name, value in values.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise ConfigError(f"{_flag(name)} must be a whole number of at least {least}, got {value!r}")
+
+
+def check_seconds(name: str, value: float, *, zero: bool) -> None:
+    """Raise `ConfigError` for a time that is negative, endless or (unless `zero`) nothing."""
+    real = isinstance(value, int | float) and not isinstance(value, bool)
+    if not real or not (0 <= value <= MAX_SECONDS) or (value == 0 and not zero):
+        raise ConfigError(f"{_flag(name)} must be {'from' if zero else 'above'} 0 to {MAX_SECONDS:g} s, got {value!r}")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def option(default: Any, help: str, *, size: bool = False) -> Any:
@@ -56,6 +79,10 @@ class ModelConfig:
     max_model_len: int | None = option(None, "Longest context in tokens (default: the model's own limit).")
     threads: int | None = option(None, "CPU threads of the engine (default: all cores).")
 
+    def __post_init__(self) -> None:
+        check_least(2, max_model_len=self.max_model_len)
+        check_least(1, threads=self.threads)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
@@ -67,7 +94,8 @@ class CacheConfig:
     eviction: Eviction = option("lru", "Which cached prefix goes first when KV pages run out.")
 
     def __post_init__(self) -> None:
-        if not 1 <= self.page_size <= 64:
+        check_least(1, kv_memory=self.kv_memory, page_size=self.page_size)
+        if self.page_size > 64:
             raise ConfigError(f"--page-size must be from 1 to 64, got {self.page_size}")
 
 
@@ -84,6 +112,12 @@ class LoraConfig:
     lora_page_rows: int = option(8, "Rank rows per page of the device pool.")
     adapter_wait_limit_s: float = option(2.0, "How long requests of resident adapters may overtake a waiting adapter.")
 
+    def __post_init__(self) -> None:
+        check_least(1, lora_memory=self.lora_memory, host_lora_memory=self.host_lora_memory)
+        check_least(1, max_lora_rank=self.max_lora_rank, max_lora_slots=self.max_lora_slots)
+        check_least(1, lora_page_rows=self.lora_page_rows)
+        check_seconds("adapter_wait_limit_s", self.adapter_wait_limit_s, zero=True)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -97,8 +131,9 @@ class SchedulerConfig:
     request_timeout_s: float = option(600.0, "Longest life of a request that sets no timeout_s itself.")
 
     def __post_init__(self) -> None:
-        if self.max_step_tokens < 1 or self.prefill_chunk < 1 or self.max_running < 1:
-            raise ConfigError("--max-step-tokens, --prefill-chunk and --max-running must be at least 1")
+        check_least(1, max_running=self.max_running, max_step_tokens=self.max_step_tokens)
+        check_least(1, prefill_chunk=self.prefill_chunk, max_waiting=self.max_waiting)
+        check_seconds("request_timeout_s", self.request_timeout_s, zero=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +148,15 @@ class ServerConfig:
     drain_deadline_s: float = option(30.0, "How long a stopping server lets running requests finish.")
     max_body: int = option(16 * MIB, "Largest request body.", size=True)
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "How much is logged.")
+
+    def __post_init__(self) -> None:
+        check_least(0, port=self.port)
+        check_least(1, max_body=self.max_body)
+        check_seconds("drain_deadline_s", self.drain_deadline_s, zero=True)
+        for flag, key in (*(("--api-key", key) for key in self.api_key), ("--admin-key", self.admin_key)):
+            # A header cannot carry any other, so nobody would ever get in.
+            if key is not None and (not key or key != key.strip() or not key.isprintable()):
+                raise ConfigError(f"{flag} must be a printable text that neither begins nor ends with a space")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

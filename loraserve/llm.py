@@ -11,15 +11,25 @@ from typing import Any, TypeVar
 
 from loraserve.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig, parse_bytes
 from loraserve.engine.messages import AddRequest, RequestOutput, TokenLogprobs
-from loraserve.errors import AdapterNotFound, ConfigError, InvalidRequest, LoraserveError, NameTaken, RequestTimedOut
+from loraserve.errors import (
+    AdapterNotFound,
+    ConfigError,
+    EngineDead,
+    InvalidRequest,
+    InvalidToken,
+    LoraserveError,
+    NameTaken,
+    RequestTimedOut,
+)
 from loraserve.kernels.threads import configure_threads
 from loraserve.lora.format import content_version, parse_adapter
 from loraserve.lora.names import check_name
 from loraserve.sampling import SamplingParams
 from loraserve.scheduler.request import AdapterUse
 from loraserve.server.assembly import Assembler
+from loraserve.server.fields import check_text
 from loraserve.server.lora_field import parse_lora
-from loraserve.server.text import Text
+from loraserve.server.text import Text, load_tokenizer
 
 Prompt = str | Sequence[int]
 _T = TypeVar("_T")
@@ -71,16 +81,15 @@ class LLM:
     ) -> None:
         config = _config(model, options)
         configure_threads(config.model.threads)
-        from transformers import AutoTokenizer
-
         from loraserve.engine.build import build_engine
 
         self._config = config
         self._parts = build_engine(config)
         self._loop = self._parts.loop
-        self._text = Text(AutoTokenizer.from_pretrained(self._parts.info.model_path))
+        self._text = Text(load_tokenizer(Path(self._parts.info.model_path)))
         self._versions: dict[str, str] = {}
         self._ids = itertools.count()
+        self._closed = False
         try:
             for name, path in (adapters or {}).items():
                 self.load_adapter(name, path)
@@ -95,11 +104,14 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Stop the engine's threads."""
-        self._parts.close()
+        """Stop the engine's threads. A second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._parts.close()
 
     def load_adapter(self, name: str, path: str | Path, *, replace: bool = False) -> str:
         """Check and stage an adapter folder; returns its version. Raises `AdapterRefused`, `NameTaken`."""
+        self._require_open()
         check_name(name)
         folder = Path(path)
         spec = parse_adapter(folder, self._parts.info.geometry, self._config.lora.max_lora_rank)
@@ -115,6 +127,7 @@ class LLM:
 
     def unload_adapter(self, name: str) -> None:
         """Forget a name and free its weights. Raises `AdapterNotFound`."""
+        self._require_open()
         version = self._version(name)
         del self._versions[name]
         if version not in self._versions.values():
@@ -132,14 +145,16 @@ class LLM:
         a name, `{"name": …, "scale": …}`, or, inside the list only, a list of such objects (a blend). Raises the first
         failure.
         """
+        self._require_open()
         many = _prompts(prompts)
         all_params = _spread(params if params is not None else SamplingParams(), len(many), "params")
         all_loras = _spread(lora, len(many), "lora")
-        running = {}
-        for prompt, one, value in zip(many, all_params, all_loras, strict=True):
-            request_id, state = self._submit(prompt, one, value)
-            running[request_id] = state
+        # All of them are checked before the first one starts.
+        plans = [self._plan(*each) for each in zip(many, all_params, all_loras, strict=True)]
+        running = {request.id: state for request, state in plans}
         try:
+            for request, _ in plans:
+                self._loop.add(request)
             self._run(running)
         except BaseException:
             for request_id in running:
@@ -151,16 +166,46 @@ class LLM:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _submit(self, prompt: Prompt, params: SamplingParams, lora: Any) -> tuple[str, _Running]:
-        ids = self._text.encode(prompt).ids if isinstance(prompt, str) else list(prompt)
-        uses = [AdapterUse(self._version(ref.name), ref.scale) for ref in parse_lora(lora)]
+    def _plan(self, prompt: Prompt, params: SamplingParams, lora: Any) -> tuple[AddRequest, _Running]:
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"params must be SamplingParams, got {params!r:.60}", param="params")
+        if params.max_tokens == 0 and params.prompt_logprobs is None:
+            raise InvalidRequest(
+                "max_tokens must be at least 1 unless prompt_logprobs is asked for", param="max_tokens"
+            )
+        ids = self._encode(prompt)
+        scales: dict[str, float] = {}
+        for ref in parse_lora(lora):
+            # Two names of one version are one adapter whose scales add up.
+            version = self._version(ref.name, ref.prefix)
+            scales[version] = scales.get(version, 0.0) + ref.scale
+        uses = [AdapterUse(version, scale) for version, scale in scales.items()]
         request_id = f"llm-{next(self._ids)}"
         silent = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             silent |= frozenset(self._parts.info.eos_token_ids)
         state = _Running(ids, Assembler(self._text, params.stop, ids), silent)
-        self._loop.add(AddRequest(id=request_id, prompt=ids, params=params, adapters=uses))
-        return request_id, state
+        return AddRequest(id=request_id, prompt=ids, params=params, adapters=uses), state
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            check_text(prompt, "prompt")
+            ids = self._text.encode(prompt).ids
+        else:
+            ids = list(prompt)
+        vocab_size = self._parts.info.vocab_size
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise InvalidRequest(f"prompt has {token!r:.40} among its token ids", param="prompt")
+            if not 0 <= token < vocab_size:
+                raise InvalidToken(f"prompt has token id {token}; the vocabulary has {vocab_size}", param="prompt")
+        if not ids:
+            raise InvalidRequest("the prompt is empty: it has no tokens", param="prompt")
+        return ids
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise EngineDead("this LLM has been closed")
 
     def _run(self, running: dict[str, _Running]) -> None:
         while any(state.reason is None for state in running.values()):
@@ -203,10 +248,13 @@ class LLM:
             if shown.logprobs is not None:
                 state.logprobs = [*(state.logprobs or []), shown.logprobs]
 
-    def _version(self, name: str) -> str:
+    def _version(self, name: str, prefix: str | None = None) -> str:
         if name not in self._versions:
             raise AdapterNotFound(f"no adapter named {name}")
-        return self._versions[name]
+        version = self._versions[name]
+        if not version.startswith(prefix or ""):
+            raise AdapterNotFound(f"adapter {name!r} has no version that begins with {prefix}")
+        return version
 
     def _call(self, start: Any) -> None:
         answers: list[LoraserveError | None] = []
@@ -231,6 +279,10 @@ def _config(model: str | None, options: dict[str, Any]) -> EngineConfig:
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise InvalidRequest("prompts must be a text, token ids, or a list of those", param="prompts")
+    if any(not isinstance(prompt, Sequence | int) or isinstance(prompt, bytes) for prompt in prompts):
+        raise InvalidRequest("each prompt must be a text or a list of token ids", param="prompts")
     if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

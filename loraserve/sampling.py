@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
 
 from loraserve.errors import InvalidRequest
 
@@ -43,7 +42,12 @@ class SamplingParams:
         _check_real("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             _check_int("seed", self.seed, -MAX_SEED, MAX_SEED)
+        # A text is a sequence of texts too: taken as one, each of its letters would be a stop string.
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
         _check_stops(self.stop, self.stop_token_ids)
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidRequest(f"ignore_eos must be true or false, got {self.ignore_eos!r:.60}", param="ignore_eos")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None:
@@ -57,13 +61,19 @@ class SamplingParams:
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidRequest(f"{name} must be a whole number from {low} to {high}, got {value!r}", param=name)
+        raise InvalidRequest(f"{name} must be a whole number from {low} to {high}, got {value!r:.60}", param=name)
 
 
 def _check_real(name: str, value: object, low: float, high: float) -> None:
-    real = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-    if not real or not low <= float(value) <= high:  # type: ignore[arg-type]
-        raise InvalidRequest(f"{name} must be a number from {low:g} to {high:g}, got {value!r}", param=name)
+    real = isinstance(value, int | float) and not isinstance(value, bool)
+    if not real or not low <= value <= high:  # type: ignore[operator]
+        raise InvalidRequest(f"{name} must be a number from {low:g} to {high:g}, got {value!r:.60}", param=name)
+
+
+def _tuple(name: str, value: object) -> tuple[object, ...]:
+    if not isinstance(value, tuple | list):
+        raise InvalidRequest(f"{name} must be a list, got {value!r:.60}", param=name)
+    return tuple(value)
 
 
 def _check_stops(stop: tuple[str, ...], stop_token_ids: tuple[int, ...]) -> None:

@@ -26,6 +26,7 @@ from loraserve.server.responses import (
     UnloadResponse,
 )
 from loraserve.server.state import ServerState
+from loraserve.server.strict_body import StrictRoute
 
 DEFAULT_DEADLINE_S = 60.0
 MAX_DEADLINE_S = 86_400.0
@@ -33,7 +34,7 @@ MAX_DEADLINE_S = 86_400.0
 
 def admin_router(state: ServerState) -> APIRouter:
     """Routes under `/adapters`; authorisation is the app's."""
-    router = APIRouter(tags=["adapters"])
+    router = APIRouter(tags=["adapters"], route_class=StrictRoute)
 
     @router.post(
         "/load", response_model=AdapterInfo, responses={202: {"model": AdapterInfo}}, summary="Load an adapter"

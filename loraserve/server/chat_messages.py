@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from loraserve.errors import InvalidRequest, UnsupportedField
+from loraserve.server.fields import check_text
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 MAX_MESSAGES = 4096
@@ -63,8 +64,5 @@ def _part(part: object, path: str) -> str:
 def _text(value: object, path: str) -> str:
     if not isinstance(value, str):
         raise InvalidRequest(f"{path} must be a text", param=path)
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise InvalidRequest(f"{path} has half a surrogate pair, which is no text", param=path) from None
+    check_text(value, path)
     return value

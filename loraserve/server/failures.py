@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -28,9 +28,9 @@ def error_body(error: LoraserveError) -> ErrorResponse:
     return ErrorResponse(error=detail)
 
 
-def error_response(error: LoraserveError) -> JSONResponse:
+def error_response(error: LoraserveError, more_headers: Mapping[str, str] | None = None) -> JSONResponse:
     """The whole answer for an error."""
-    headers = {}
+    headers = dict(more_headers or {})
     if isinstance(error, AuthenticationFailed):
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, Overloaded):

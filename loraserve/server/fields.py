@@ -75,9 +75,23 @@ STREAM_NEUTRAL: dict[str, tuple[Any, ...]] = {"include_obfuscation": (False,), "
 
 
 def check_fields(body: Body, neutral: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
-    """Raise `UnsupportedField` for a field that would change the result if it were served."""
+    """Raise `UnsupportedField` for what would change the result if it were served, `InvalidRequest` for broken text."""
+    for name in type(body).model_fields:
+        check_text(getattr(body, name), f"{prefix}{name}")
     for name, value in (body.model_extra or {}).items():
         check_field(name, value, neutral, prefix)
+
+
+def check_text(value: object, path: str) -> None:
+    """Raise `InvalidRequest` if a text, or one of a list, has half a surrogate pair, which JSON can spell."""
+    if isinstance(value, list) and value and isinstance(value[0], str):
+        for item in value:
+            check_text(item, path)
+    elif isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest(f"{path} has half a surrogate pair, which is no text", param=path) from None
 
 
 def check_field(name: str, value: object, neutral: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:

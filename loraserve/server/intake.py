@@ -12,24 +12,23 @@ from starlette.requests import Request
 
 from loraserve.engine.messages import AddRequest
 from loraserve.errors import (
-    AdapterNotFound,
-    AdapterRefused,
     ContextLengthExceeded,
     InvalidRequest,
     InvalidToken,
-    ModelNotFound,
 )
-from loraserve.sampling import SamplingParams
+from loraserve.sampling import MAX_SEED, SamplingParams
 from loraserve.scheduler.request import AdapterUse
 from loraserve.server.fields import STREAM_NEUTRAL, check_fields
 from loraserve.server.generation import Generation, Job, Prompt, ResolvedUse
-from loraserve.server.lora_field import Blend, combine, parse_model
+from loraserve.server.lora_field import Blend, combine
 from loraserve.server.protocol import GenerationBody
 from loraserve.server.state import ServerState
 
 MAX_CHOICES = 1024
 MAX_N = 128
 MAX_SALT = 256
+# Tokenizing takes time by the character and cannot be interrupted; this is far beyond what one token stands for.
+UNSURE_CHARS = 256
 MAX_TIMEOUT_S = 86_400.0
 MAX_PRIORITY = 2**31 - 1
 
@@ -40,6 +39,7 @@ class Limits(NamedTuple):
     asked: int | None
     default: int | None  # None: up to the end of the context
     param: str = "max_tokens"
+    prompt_param: str = "prompt"
 
 
 class Logprobs(NamedTuple):
@@ -96,16 +96,7 @@ def check_shared(body: GenerationBody, tenant: str) -> SharedFields:
 
 def resolve_adapters(state: ServerState, model: str, lora: Sequence[Blend | None]) -> list[tuple[ResolvedUse, ...]]:
     """Adapters of each prompt, from `model` and `lora`. Raises `ModelNotFound`, `AdapterNotFound`, `InvalidRequest`."""
-    named = None
-    try:
-        named = parse_model(model, state.base_name)
-        if named is not None:
-            state.directory.resolve(named, "model")
-    except (AdapterNotFound, AdapterRefused, InvalidRequest) as error:
-        detail = error.message if isinstance(error, AdapterNotFound) else "no adapter can have this name"
-        raise ModelNotFound(
-            f"{model[:200]!r} is neither the base model {state.base_name!r} nor an adapter ({detail})", param="model"
-        ) from error
+    named = state.adapter_of(model)
     return [
         tuple(ResolvedUse(state.directory.resolve(ref), ref.scale) for ref in combine(named, blend)) for blend in lora
     ]
@@ -150,12 +141,27 @@ def room_for(limits: Limits, num_prompt: int, max_total: int, *, echo: bool = Fa
         raise ContextLengthExceeded(
             f"this server takes at most {max_total} tokens, but the prompt has {num_prompt} and {answer} "
             f"make {num_prompt + wanted}",
-            param="prompt" if num_prompt >= max_total else limits.param,
+            param=limits.prompt_param if num_prompt >= max_total else limits.param,
         )
     if asked is not None:
         return asked
     room = max_total - num_prompt
     return room if limits.default is None else min(limits.default, room)
+
+
+def check_length(state: ServerState, limits: Limits, text: str) -> None:
+    """Refuse a text that cannot fit, before it is tokenized. Raises `ContextLengthExceeded` with the numbers."""
+    least, most = state.text.least_tokens(text), state.max_tokens
+    if least >= most:
+        why = f"which are at least {least} tokens"
+    elif not least and len(text) > most * UNSURE_CHARS:
+        why = f"more than the {UNSURE_CHARS} for each of them that are read at all"
+    else:
+        return
+    raise ContextLengthExceeded(
+        f"this server takes at most {most} tokens, but the prompt has {len(text)} characters, {why}",
+        param=limits.prompt_param,
+    )
 
 
 def make_generation(
@@ -179,11 +185,13 @@ def make_generation(
             # Without anything to compute there would be nothing for the engine to answer.
             logprobs = logprobs._replace(prompt=0)
         plans.append((prompt, sampling_params(body, max_tokens, logprobs)))
+    check_tokens(body.stop_token_ids or (), state.engine.info.vocab_size, "stop_token_ids")
     jobs = []
     for prompt, params in plans:
         for choice in range(shared.n):
             index = prompt.index * shared.n + choice
-            seeded = params if params.seed is None else replace(params, seed=params.seed + choice)
+            # Nothing may fail from here on: the adapters held so far would stay held.
+            seeded = params if params.seed is None else replace(params, seed=_nth_seed(params.seed, choice))
             request = AddRequest(
                 id=f"{request_id}-{index}",
                 prompt=prompt.ids,
@@ -202,6 +210,11 @@ def make_generation(
 def new_id(prefix: str, request: Request) -> str:
     """Id of an answer, made of the request's own so that logs and answers can be matched."""
     return f"{prefix}-{request.scope.get('request_id') or uuid.uuid4().hex}"
+
+
+def _nth_seed(seed: int, choice: int) -> int:
+    """The seeds after `seed`; the lowest follows the highest."""
+    return (seed + choice + MAX_SEED) % (2 * MAX_SEED + 1) - MAX_SEED
 
 
 def _merged(uses: Sequence[ResolvedUse]) -> list[AdapterUse]:

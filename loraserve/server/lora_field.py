@@ -83,10 +83,10 @@ def combine(model: AdapterRef | None, lora: Blend | None) -> Blend:
         return lora or ()
     if lora is None:
         return (model,)
-    agrees = len(lora) == 1 and lora[0].name == model.name and model.prefix in (None, lora[0].prefix)
-    if not agrees:
+    if any(ref.name != model.name for ref in lora) or not lora:
         named = ", ".join(ref.name for ref in lora) or "the base"
         raise InvalidRequest(f"model names the adapter {model.name}, but lora names {named}", param="lora")
+    # Each of them is resolved, so two pins of different versions of one name cannot both be found.
     return lora
 
 

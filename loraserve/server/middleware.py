@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from loraserve.errors import LoraserveError, PayloadTooLarge
+from loraserve.errors import LoraserveError, PayloadTooLarge, RequestTimedOut
 from loraserve.server.auth import Auth
 from loraserve.server.failures import error_response, internal_error_bytes
 from loraserve.server.metrics import Metrics
@@ -19,6 +20,8 @@ OPEN_PATHS = frozenset(
     {"/health", "/ready", "/version", "/metrics", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"}
 )
 _ADMIN = "/adapters"
+# From the headers to the last byte of the body.
+BODY_TIMEOUT_S = 60.0
 _TEMPLATES = {"/adapters/": "/adapters/{name}", "/v1/models/": "/v1/models/{model}"}
 _FIXED = frozenset({"/adapters/load", "/adapters/unload"})
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
@@ -27,11 +30,14 @@ _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"
 class Envelope:
     """Wraps the app. The body is read before the app runs, at most `max_body` bytes of it."""
 
-    def __init__(self, app: ASGIApp, auth: Auth, metrics: Metrics, max_body: int) -> None:
+    def __init__(
+        self, app: ASGIApp, auth: Auth, metrics: Metrics, max_body: int, body_timeout_s: float = BODY_TIMEOUT_S
+    ) -> None:
         self._app = app
         self._auth = auth
         self._metrics = metrics
         self._max_body = max_body
+        self._body_timeout_s = body_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -62,7 +68,12 @@ class Envelope:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._authorize(scope)
-            body = await self._read(scope, receive)
+            body = await asyncio.wait_for(self._read(scope, receive), self._body_timeout_s)
+        except asyncio.TimeoutError:
+            late = RequestTimedOut(f"the body did not arrive within {self._body_timeout_s:g} s")
+            # What still comes of it is no next request.
+            await error_response(late, {"connection": "close"})(scope, receive, send)
+            return
         except LoraserveError as error:
             await error_response(error)(scope, receive, send)
             return

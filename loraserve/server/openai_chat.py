@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from loraserve.errors import InvalidRequest
+from loraserve.sampling import MAX_LOGPROBS
 from loraserve.server.assembly import ShownToken
 from loraserve.server.chat_messages import check_messages
 from loraserve.server.fields import CHAT_NEUTRAL, check_best_of, check_fields
@@ -19,6 +20,7 @@ from loraserve.server.intake import (
     Limits,
     Logprobs,
     SharedFields,
+    check_length,
     check_shared,
     make_generation,
     new_id,
@@ -38,6 +40,7 @@ from loraserve.server.responses import (
 )
 from loraserve.server.state import ServerState
 from loraserve.server.streaming import EventStream, while_connected
+from loraserve.server.strict_body import StrictRoute
 
 
 class _Format(NamedTuple):
@@ -51,7 +54,7 @@ class _Format(NamedTuple):
 
 def chat_router(state: ServerState) -> APIRouter:
     """The route; `/v1` and authorisation are the app's."""
-    router = APIRouter(tags=["generation"])
+    router = APIRouter(tags=["generation"], route_class=StrictRoute)
 
     @router.post("/chat/completions", response_model=ChatResponse, summary="Answer a conversation")
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -69,18 +72,17 @@ def chat_router(state: ServerState) -> APIRouter:
     return router
 
 
-async def render_prompt(
+def render_prompt(
     state: ServerState, messages: list[dict[str, Any]], add_generation_prompt: bool | None, go_on: bool
-) -> tuple[str, list[int]]:
-    """Messages → prompt text and ids. Raises `InvalidRequest`."""
+) -> str:
+    """Messages → prompt text, special tokens written out. Raises `InvalidRequest`."""
     checked = check_messages(messages)
     if go_on and add_generation_prompt:
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
         )
     add = (not go_on) if add_generation_prompt is None else add_generation_prompt
-    text = state.text.render_chat(checked, add_generation_prompt=add, continue_final_message=go_on)
-    return text, (await state.encode(text, special=False)).ids
+    return state.text.render_chat(checked, add_generation_prompt=add, continue_final_message=go_on)
 
 
 async def _prepare(
@@ -90,7 +92,9 @@ async def _prepare(
     limits = _limits(body)
     blends = parse_lora_field(body.lora, 1, per_prompt=False)
     resolve_adapters(state, body.model, blends)  # an unknown name costs no tokenization
-    text, ids = await render_prompt(state, body.messages, body.add_generation_prompt, bool(body.continue_final_message))
+    text = render_prompt(state, body.messages, body.add_generation_prompt, bool(body.continue_final_message))
+    check_length(state, limits, text)
+    ids = (await state.encode(text, special=False)).ids
     if not ids:
         raise InvalidRequest("the chat template makes an empty prompt of these messages", param="messages")
     # Again, because what a name means may have changed; from here to the holds nothing is awaited.
@@ -103,7 +107,10 @@ async def _prepare(
 
 def _num_top(body: ChatRequest) -> int | None:
     if body.logprobs:
-        return body.top_logprobs or 0
+        num_top = body.top_logprobs or 0
+        if not 0 <= num_top <= MAX_LOGPROBS:
+            raise InvalidRequest(f"top_logprobs must be from 0 to {MAX_LOGPROBS}, got {num_top}", param="top_logprobs")
+        return num_top
     if body.top_logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
     return None
@@ -114,7 +121,7 @@ def _limits(body: ChatRequest) -> Limits:
     if old is not None and new is not None and old != new:
         raise InvalidRequest("max_tokens and max_completion_tokens differ", param="max_completion_tokens")
     param = "max_tokens" if new is None else "max_completion_tokens"
-    return Limits(old if new is None else new, None, param)
+    return Limits(old if new is None else new, None, param, "messages")
 
 
 async def _collect(state: ServerState, generation: Generation, form: _Format) -> ChatResponse:

@@ -19,11 +19,13 @@ from loraserve.server.intake import (
     Logprobs,
     SharedFields,
     Tokens,
+    check_length,
     check_shared,
     check_tokens,
     make_generation,
     new_id,
     resolve_adapters,
+    room_for,
 )
 from loraserve.server.logprobs import completion_logprobs
 from loraserve.server.lora_field import parse_lora_field
@@ -31,6 +33,7 @@ from loraserve.server.protocol import CompletionRequest
 from loraserve.server.responses import CompletionChoice, CompletionResponse, LoraUse
 from loraserve.server.state import ServerState
 from loraserve.server.streaming import EventStream, while_connected
+from loraserve.server.strict_body import StrictRoute
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -47,7 +50,7 @@ class _Format(NamedTuple):
 
 def completions_router(state: ServerState) -> APIRouter:
     """The route; `/v1` and authorisation are the app's."""
-    router = APIRouter(tags=["generation"])
+    router = APIRouter(tags=["generation"], route_class=StrictRoute)
 
     @router.post("/completions", response_model=CompletionResponse, summary="Complete prompts")
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -72,17 +75,18 @@ async def _prepare(
     per_prompt = bool(body.lora_per_prompt)
     blends = parse_lora_field(body.lora, len(values), per_prompt)
     resolve_adapters(state, body.model, blends)  # an unknown name costs no tokenization
-    tokens = [await _tokenize(state, value) for value in values]
+    echo = bool(body.echo)
+    limits = Limits(body.max_tokens, DEFAULT_MAX_TOKENS)
+    tokens = [await _tokenize(state, value, limits, echo=echo) for value in values]
     # Again, because what a name means may have changed; from here to the holds nothing is awaited.
     uses = resolve_adapters(state, body.model, blends)
     prompts = [Prompt(index, found.ids, found.text, found.starts, uses[index]) for index, found in enumerate(tokens)]
-    echo = bool(body.echo)
     generation = make_generation(
         state,
         body,
         shared,
         prompts,
-        Limits(body.max_tokens, DEFAULT_MAX_TOKENS),
+        limits,
         Logprobs(body.logprobs, body.logprobs if echo else None),
         request_id,
         echo=echo,
@@ -111,21 +115,19 @@ def _split_prompts(prompt: Any) -> list[str | list[Any]]:
         if len(prompt) > MAX_CHOICES:
             raise InvalidRequest(f"at most {MAX_CHOICES} prompts in one request", param="prompt")
         return prompt
-    if any(isinstance(item, str | list | dict) for item in prompt):
+    if isinstance(prompt[0], str | list | dict):
         raise problem
     return [prompt]
 
 
-async def _tokenize(state: ServerState, value: str | list[Any]) -> Tokens:
+async def _tokenize(state: ServerState, value: str | list[Any], limits: Limits, *, echo: bool) -> Tokens:
     if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise InvalidRequest("prompt has half a surrogate pair, which is no text", param="prompt") from None
+        check_length(state, limits, value)
         found = await state.encode(value)
         if not found.ids:
             raise InvalidRequest("the prompt is empty: it has no tokens", param="prompt")
         return Tokens(found.ids, value, found.starts)
+    room_for(limits, len(value), state.max_tokens, echo=echo)  # before any work that grows with the prompt
     ids = check_tokens(value, state.engine.info.vocab_size)
     if not ids:
         raise InvalidRequest("the prompt is empty: it has no tokens", param="prompt")

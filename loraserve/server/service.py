@@ -11,22 +11,30 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 
 from loraserve.config import ServeConfig, ServerConfig
 from loraserve.engine.client import EngineClient
-from loraserve.errors import ConfigError, DemoModelUnavailable, EngineDead, ModelLoadError, RequestAborted
+from loraserve.errors import (
+    AdapterRefused,
+    ConfigError,
+    DemoModelUnavailable,
+    EngineDead,
+    RequestAborted,
+)
+from loraserve.lora.names import check_name
 from loraserve.lora.store import AdapterStore
 from loraserve.server.app import build_app, make_state
 from loraserve.server.directory import LoadOrder
 from loraserve.server.library import StoreLibrary
+from loraserve.server.naming import served_name
 from loraserve.server.ports import AdapterPlace, EngineProcess
 from loraserve.server.state import ServerState
+from loraserve.server.text import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +59,7 @@ class Service:
     def __init__(self, config: ServeConfig, say: Say, engine: EngineProcess | None = None) -> None:
         self._config = config
         self._say = say
-        self._orders = [parse_adapter_flag(text) for text in config.engine.lora.adapter]
+        self._orders = parse_adapter_flags(config.engine.lora.adapter, served_name(config.engine.model))
         self._engine: EngineProcess = EngineClient(config.engine) if engine is None else engine
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -178,7 +186,23 @@ def parse_adapter_flag(text: str) -> LoadOrder:
     name, equals, path = text.partition("=")
     if not equals or not name or not path:
         raise ConfigError(f"--adapter {text!r} must be NAME=PATH")
+    try:
+        check_name(name)
+    except AdapterRefused as error:
+        raise ConfigError(f"--adapter {text!r}: {error.message}") from error
     return LoadOrder(name=name, place=AdapterPlace(path=str(Path(path).expanduser().absolute()), trusted=True))
+
+
+def parse_adapter_flags(texts: Sequence[str], base_name: str) -> list[LoadOrder]:
+    """All of them, each name once. Raises `ConfigError` for what could only fail later."""
+    orders: dict[str, LoadOrder] = {}
+    for text in texts:
+        order = parse_adapter_flag(text)
+        if order.name == base_name:
+            raise ConfigError(f"--adapter {text!r}: {base_name!r} is the name of the base model")
+        if orders.setdefault(order.name, order) != order:
+            raise ConfigError(f"--adapter {order.name}=… is given twice, with different paths")
+    return list(orders.values())
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -186,7 +210,8 @@ def bind(config: ServerConfig) -> socket.socket:
     try:
         family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((config.host, config.port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
+    # A host name that is no name fails as text, not as an address.
+    except (OSError, OverflowError, UnicodeError) as error:
         raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}") from error
 
 
@@ -197,18 +222,6 @@ def data_dir(config: ServerConfig) -> Path:
     if xdg := os.environ.get("XDG_DATA_HOME"):
         return Path(xdg).expanduser() / "loraserve"
     return Path.home() / ".local" / "share" / "loraserve"
-
-
-def load_tokenizer(path: Path) -> Any:
-    """The tokenizer beside a model's weights (or inside a GGUF). Raises `ModelLoadError`."""
-    from transformers import AutoTokenizer
-
-    try:
-        if path.suffix == ".gguf":
-            return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelLoadError(f"the tokenizer in {path} cannot be loaded: {error}") from error
 
 
 def _import_tokenizers() -> None:

@@ -8,16 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loraserve.config import ServeConfig
-from loraserve.errors import EngineNotReady, ModelNotFound
+from loraserve.errors import AdapterNotFound, AdapterRefused, EngineNotReady, ModelNotFound
 from loraserve.server.auth import Auth
 from loraserve.server.directory import AdapterDirectory
 from loraserve.server.inflight import InFlight
+from loraserve.server.lora_field import AdapterRef, parse_model
 from loraserve.server.metrics import Metrics, RequestMeter
 from loraserve.server.ports import EnginePort
-from loraserve.server.text import Encoding, Text
-
-# Shorter texts are tokenized faster than a thread would be started.
-INLINE_CHARS = 2000
+from loraserve.server.text import SHORT, Encoding, Text
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,12 +61,30 @@ class ServerState:
 
     def check_model(self, model: str | None) -> None:
         """Raise `ModelNotFound` unless `model` is absent, the base, or a served adapter (they share the tokenizer)."""
-        names = {self.base_name} | {served.name for served in self.directory.served()}
-        if model is not None and model not in names and model.removeprefix(f"{self.base_name}:") not in names:
-            raise ModelNotFound(f"there is no model {model!r}", param="model")
+        if model is not None:
+            self.adapter_of(model)
+
+    def adapter_of(self, model: str) -> AdapterRef | None:
+        """The served adapter that a `model` field names, None for the base. Raises `ModelNotFound`, `AdapterInUse`."""
+        try:
+            named = parse_model(model, self.base_name)
+            if named is not None:
+                self.directory.resolve(named, "model")
+        except (AdapterNotFound, AdapterRefused) as error:
+            detail = error.message if isinstance(error, AdapterNotFound) else "no adapter can have this name"
+            raise ModelNotFound(
+                f"{model[:200]!r} is neither the base model {self.base_name!r} nor an adapter ({detail})", param="model"
+            ) from error
+        return named
 
     async def encode(self, text: str, *, special: bool = True) -> Encoding:
         """Tokenize without holding up other requests."""
-        if len(text) <= INLINE_CHARS:
+        if len(text) <= SHORT:
             return self.text.encode(text, special=special)
         return await asyncio.to_thread(self.text.encode, text, special=special)
+
+    async def decode(self, ids: list[int], *, skip_special: bool = True) -> str:
+        """The inverse, likewise."""
+        if len(ids) <= SHORT:
+            return self.text.decode(ids, skip_special=skip_special)
+        return await asyncio.to_thread(self.text.decode, ids, skip_special=skip_special)

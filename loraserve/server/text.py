@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from loraserve.compat import StrEnum
 from loraserve.errors import InvalidRequest, ModelLoadError
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+SHORT = 2000  # characters or ids that are worked through in less time than starting a thread takes
 _BYTE_PIECE_LEN = len("<0x00>")
 
 
@@ -47,7 +49,8 @@ class Text:
             self._added[int(token)] = added.content
             if added.special:
                 self._special.add(int(token))
-        kinds = _types_in(json.loads(backend.to_str()).get("decoder"))
+        description = json.loads(backend.to_str())
+        kinds = _types_in(description.get("decoder"))
         self.kind = PieceKind.PLAIN
         if "ByteLevel" in kinds:
             self.kind = PieceKind.BYTE_LEVEL
@@ -55,6 +58,7 @@ class Text:
             self.kind = PieceKind.METASPACE
         self._byte_fallback = "ByteFallback" in kinds
         self._byte_of = _byte_level_table() if self.kind is PieceKind.BYTE_LEVEL else {}
+        self._longest_piece = self._find_longest_piece(description)
 
     @property
     def size(self) -> int:
@@ -63,12 +67,23 @@ class Text:
 
     def encode(self, text: str, *, special: bool = True) -> Encoding:
         """Text → ids, with the model's own prefix and suffix tokens when `special`."""
-        found = self._backend.encode(text, add_special_tokens=special)
+        if len(text) <= SHORT:
+            found = self._backend.encode(text, add_special_tokens=special)
+        else:
+            # Unlike the single form, the batch form lets other threads run meanwhile.
+            (found,) = self._backend.encode_batch([text], add_special_tokens=special)
         return Encoding(found.ids, [start for start, _ in found.offsets])
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound on the number of tokens of a text, without tokenizing it; 0 where none is sure."""
+        return -(-len(text) // self._longest_piece) if self._longest_piece else 0
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Ids → text; bytes that form no character become U+FFFD, unknown ids nothing."""
-        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
+        if len(ids) <= SHORT:
+            return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
+        (text,) = self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special)
+        return str(text)
 
     def is_silent(self, token: int) -> bool:
         """Whether decoding leaves this token out: special ones, and ids that the tokenizer does not know."""
@@ -93,6 +108,13 @@ class Text:
             value = _byte_value(piece)
             return bytes([value]) if value is not None else piece.replace("▁", " ").encode()
         return str(piece).encode()
+
+    def _find_longest_piece(self, description: Mapping[str, Any]) -> int:
+        """Bytes, and so at most characters, of the longest vocabulary entry; 0 if entries may stand for more."""
+        if self.kind is not PieceKind.BYTE_LEVEL or not _is_lossless(description):
+            return 0
+        longest_added = max((len(content.encode()) for content in self._added.values()), default=0)
+        return max(longest_added, max(map(len, self._backend.get_vocab(with_added_tokens=False)), default=0))
 
     @property
     def has_chat_template(self) -> bool:
@@ -166,6 +188,30 @@ class Detokenizer:
             self._known = text
         self._read = len(self._window)
         return piece
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer beside a model's weights (or inside a GGUF). Raises `ModelLoadError`."""
+    from transformers import AutoTokenizer
+
+    try:
+        if path.suffix == ".gguf":
+            return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(f"the tokenizer in {path} cannot be loaded: {error}") from error
+
+
+def _is_lossless(description: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer keeps every character, so that pieces cover the text."""
+    if description.get("normalizer") is not None or any(
+        token["lstrip"] or token["rstrip"] for token in description["added_tokens"]
+    ):
+        return False
+    splitting = description.get("pre_tokenizer")
+    return _types_in(splitting) <= {"Sequence", "Split", "ByteLevel", "Digits"} and "Removed" not in json.dumps(
+        splitting
+    )
 
 
 def _types_in(node: object) -> set[str]:

@@ -11,11 +11,12 @@ from loraserve.server.openai_chat import render_prompt
 from loraserve.server.protocol import DetokenizeRequest, TokenizeRequest
 from loraserve.server.responses import DetokenizeResponse, TokenizeResponse
 from loraserve.server.state import ServerState
+from loraserve.server.strict_body import StrictRoute
 
 
 def tokens_router(state: ServerState) -> APIRouter:
     """The routes; authorisation is the app's."""
-    router = APIRouter(tags=["tokens"])
+    router = APIRouter(tags=["tokens"], route_class=StrictRoute)
 
     @router.post("/tokenize", summary="Text or messages to token ids")
     async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
@@ -35,7 +36,8 @@ def tokens_router(state: ServerState) -> APIRouter:
             if body.add_special_tokens:
                 raise InvalidRequest("the chat template writes the special tokens", param="add_special_tokens")
             go_on = bool(body.continue_final_message)
-            _, ids = await render_prompt(state, body.messages or [], body.add_generation_prompt, go_on)
+            text = render_prompt(state, body.messages or [], body.add_generation_prompt, go_on)
+            ids = (await state.encode(text, special=False)).ids
         return TokenizeResponse(tokens=ids, count=len(ids), max_model_len=state.max_tokens)
 
     @router.post("/detokenize", summary="Token ids to text")
@@ -45,6 +47,7 @@ def tokens_router(state: ServerState) -> APIRouter:
         check_fields(body, {})
         state.check_model(body.model)
         ids = check_tokens(body.tokens, state.engine.info.vocab_size, "tokens")
-        return DetokenizeResponse(prompt=state.text.decode(ids, skip_special=bool(body.skip_special_tokens)))
+        text = await state.decode(ids, skip_special=bool(body.skip_special_tokens))
+        return DetokenizeResponse(prompt=text)
 
     return router

@@ -318,3 +318,59 @@ def test_load_needs_one_place(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert run_main(monkeypatch, "adapters", "load", "a") == 2
     assert run_main(monkeypatch, "adapters", "load", "a", "x", "--repo", "y") == 2
     assert "PATH" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--threads", "0"],
+        ["--max-model-len", "0"],
+        ["--max-waiting", "-1"],
+        ["--max-lora-rank", "0"],
+        ["--lora-memory", "0"],
+        ["--kv-memory", "9" * 400 + "GiB"],
+        ["--request-timeout-s", "nan"],
+        ["--request-timeout-s", "0"],
+        ["--drain-deadline-s", "-1"],
+        ["--adapter-wait-limit-s", "inf"],
+        ["--max-body", "0"],
+        ["--port", "-1"],
+        ["--host", "x..y"],
+        ["--admin-key", ""],
+        ["--api-key", " k"],
+        ["--adapter", "bad name=/x"],
+        ["--adapter", "base=/x", "--served-model-name", "base"],
+        ["--adapter", "a=/x", "--adapter", "a=/y"],
+    ],
+    ids=" ".join,
+)
+def test_flags_that_could_only_fail_later(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run_main(monkeypatch, "serve", "--data-dir", str(tmp_path), *arguments) == 2
+    shown = capsys.readouterr().err
+    # Typer frames what it finds itself; the rest is one line.
+    assert "Traceback" not in shown
+    assert "Error" in shown or shown.count("\n") == 1, shown
+
+
+def test_values_that_http_cannot_carry(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main(monkeypatch, "adapters", "unload", "a", "--deadline", "nan") == 2
+    assert "--deadline" in capsys.readouterr().err
+    assert not recorder.asked
+    recorder.answer = json.dumps({"data": []})
+    assert run_main(monkeypatch, "adapters", "list", "--admin-key", "schlüssel") == 0
+    key = recorder.asked[0][3]
+    assert key is not None
+    assert key.encode("latin-1").decode() == "Bearer schlüssel"
+
+
+def test_tables_keep_brackets_and_long_names(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    named = INFO | {"name": "o/" + "n" * 126, "warnings": ["[/red] in /x/[/y]"]}
+    recorder.answer = json.dumps(named)
+    assert "[/red] in /x/[/y]" in adapters("inspect", "a")
+    recorder.answer = json.dumps({"data": [named]})
+    assert named["name"] in adapters("list")

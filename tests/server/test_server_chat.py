@@ -79,7 +79,7 @@ async def test_max_tokens_fills_the_context(client: httpx.AsyncClient, engine: F
     message = await refused(client, "context_length_exceeded", "max_tokens", max_tokens=limit)
     assert str(limit) in message
     long = [{"role": "user", "content": "word " * 1000}]
-    await refused(client, "context_length_exceeded", "prompt", messages=long)
+    await refused(client, "context_length_exceeded", "messages", messages=long)
 
 
 async def test_message_forms(client: httpx.AsyncClient, engine: FakeEngine) -> None:
@@ -171,7 +171,7 @@ async def test_logprobs(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     assert all(entry["top_logprobs"] == [] for entry in choice["logprobs"]["content"])
     await ok(client, logprobs=False, top_logprobs=0)
     await refused(client, "invalid_request", "top_logprobs", top_logprobs=2)
-    await refused(client, "invalid_request", "logprobs", logprobs=True, top_logprobs=21)
+    await refused(client, "invalid_request", "top_logprobs", logprobs=True, top_logprobs=21)
     await refused(client, "invalid_request", "logprobs", logprobs=2)
 
 
