@@ -159,9 +159,11 @@ class LLM:
         except BaseException:
             for request_id in running:
                 self._loop.abort(request_id)
+            raise
+        finally:
+            # What was ended early (also by a stop string) leaves the engine in its next step.
             self._loop.step()
             self._loop.take_outputs()
-            raise
         return [_completion(state) for state in running.values()]
 
     # -- inside ---------------------------------------------------------------------------------------------------

@@ -200,7 +200,9 @@ def _print_info(info: dict[str, Any], as_json: bool) -> None:
 def _print_table(table: Table | str) -> None:
     # Whoever reads it through a pipe wants whole names, not what fits a terminal of 80 columns.
     console = Console()
-    console.print(table, width=None if console.is_terminal else PIPE_WIDTH)
+    if not console.is_terminal:
+        console = Console(width=PIPE_WIDTH)
+    console.print(table)
 
 
 def _print_json(answer: Any) -> None:
