@@ -72,10 +72,9 @@ def make_model(folder: Path, family: str = "llama", seed: int = 0, **overrides: 
     config_class = {"llama": LlamaConfig, "qwen2": Qwen2Config}[family]
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config_class(**(shape | overrides)), dtype=torch.float32)
-    if family == "qwen2":
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                torch.nn.init.normal_(parameter, std=0.3)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # Qwen2's q, k and v, and whatever the overrides turn on
+            torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
     return folder
 
@@ -122,6 +121,17 @@ class Oracle:
         """[len(tokens), vocab]."""
         with torch.no_grad():
             return self._model(adapter)(torch.tensor([list(tokens)])).logits[0]
+
+    def stepwise(self, adapter: Path | None, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
+        """[len(prompt) + len(output) - 1, vocab]: the prompt's rows, then one row per token that is fed back."""
+        model = self._model(adapter)
+        with torch.no_grad():
+            result = model(torch.tensor([list(prompt)]), use_cache=True)
+            rows = [result.logits[0]]
+            for token in output[:-1]:
+                result = model(torch.tensor([[token]]), past_key_values=result.past_key_values, use_cache=True)
+                rows.append(result.logits[0])
+        return torch.cat(rows)
 
     def greedy(self, adapter: Path | None, prompt: Sequence[int], count: int) -> list[int]:
         """The `count` most likely next tokens, EOS ignored."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import numpy as np
 import torch
@@ -14,13 +14,17 @@ SlotWeights = Sequence[tuple[int, float]]  # (slot, weight) of every adapter of 
 
 
 def build_segments(
-    slots_per_sequence: Sequence[SlotWeights], q_indptr: NDArray[np.integer], device: torch.device
+    slots_per_sequence: Sequence[SlotWeights],
+    q_indptr: NDArray[np.integer],
+    device: torch.device,
+    affine_slots: Set[int] | None = None,
 ) -> LoraSegments | None:
     """Segments over the concatenated tokens of a step; None when no token has an adapter.
 
     `q_indptr` [num_sequences + 1]: sequence i owns the tokens q_indptr[i] .. q_indptr[i + 1]. A slot named twice in one
     sequence counts once, with the sum of its weights; weights that are (or sum to) zero are left out. Segments are
-    sorted by slot, and tokens ascend within each. Raises `ValueError` on a negative slot or lengths that do not match.
+    sorted by slot, and tokens ascend within each. `affine_slots` are the slots with gain and shift rows; None: unknown.
+    Raises `ValueError` on a negative slot or lengths that do not match.
     """
     if len(q_indptr) != len(slots_per_sequence) + 1:
         raise ValueError(f"{len(slots_per_sequence)} sequences need as many bounds plus one, got {len(q_indptr)}")
@@ -54,6 +58,7 @@ def build_segments(
         slots=put(slots[firsts], np.int32),
         indptr=put(indptr, np.int32),
         max_segment=int(np.diff(indptr).max()),
+        affine=affine_slots is None or not affine_slots.isdisjoint(slots.tolist()),
     )
 
 

@@ -18,7 +18,7 @@ from loraserve.lora.base_copies import is_unchanged_copy
 from loraserve.lora.container import TensorReader
 from loraserve.lora.files import AdapterFolder
 from loraserve.lora.mlx_config import MlxConfig, parse_mlx_config, refuse_mlx_features
-from loraserve.lora.naming import NamedTensors, name_tensors, require_consistent
+from loraserve.lora.naming import Halves, NamedTensors, name_tensors, require_consistent
 from loraserve.lora.peft_config import PeftConfig, parse_peft_config, refuse_features, refuse_heads
 from loraserve.lora.spec import DTYPE_BYTES, KINDS, AdapterSpec, BaseGeometry, TargetSpec, TensorRef
 from loraserve.lora.strict_json import show
@@ -31,10 +31,34 @@ class _Pair:
     kind: str
     layer: int
     module: str  # as the file spells it
-    a: TensorRef
-    b: TensorRef
+    a: TensorRef | None  # A and B are both None if only the module's bias was trained; the rank is 0 then
+    b: TensorRef | None
     rank: int
     scaling: float
+    magnitude: TensorRef | None
+    lora_bias: TensorRef | None
+    bias: TensorRef | None
+
+    @property
+    def factors(self) -> tuple[TensorRef, ...]:
+        return () if self.a is None or self.b is None else (self.a, self.b)
+
+    @property
+    def vectors(self) -> tuple[TensorRef, ...]:
+        return tuple(ref for ref in (self.magnitude, self.lora_bias, self.bias) if ref is not None)
+
+    def target(self) -> TargetSpec:
+        return TargetSpec(
+            self.kind,
+            self.layer,
+            self.rank,
+            self.scaling,
+            self.a,
+            self.b,
+            magnitude=self.magnitude,
+            lora_bias=self.lora_bias,
+            bias=self.bias,
+        )
 
 
 def parse_adapter(folder: Path | AdapterFolder, geometry: BaseGeometry | None, max_rank: int) -> AdapterSpec:
@@ -56,9 +80,10 @@ def parse_adapter(folder: Path | AdapterFolder, geometry: BaseGeometry | None, m
         _check_shapes(pairs, geometry)
     copied = _check_base_copies(place, named, geometry)
     features = config.features if isinstance(config, PeftConfig) else ("mlx-lm",)
+    features += ("bias",) if any(pair.bias is not None for pair in pairs) else ()
     features += tuple(kind for kind in ("embed", "lm_head") if any(pair.kind == kind for pair in pairs)) + copied
     return AdapterSpec(
-        targets=tuple(TargetSpec(pair.kind, pair.layer, pair.rank, pair.scaling, pair.a, pair.b) for pair in pairs),
+        targets=tuple(pair.target() for pair in pairs),
         features=features + (("sharded",) if len(files.weights) > 1 else ()),
         warnings=_warnings(config, named, geometry),
         base_model_name=config.base_model_name,
@@ -76,9 +101,14 @@ def content_version(spec: AdapterSpec, folder: Path | AdapterFolder) -> str:
         for target in spec.targets:
             record: list[object] = [target.module, target.rank, float(target.scaling).hex()]
             for ref in (target.a, target.b):
-                record.append([ref.dtype, *ref.shape] + (["transposed"] if ref.transposed else []))
+                if ref is not None:
+                    record.append([ref.dtype, *ref.shape] + (["transposed"] if ref.transposed else []))
+            for part in ("magnitude", "lora_bias", "bias"):
+                vector: TensorRef | None = getattr(target, part)
+                if vector is not None:
+                    record.append([part, vector.dtype, *vector.shape])
             digest.update(json.dumps(record).encode() + b"\n")
-            for ref in (target.a, target.b):
+            for ref in target.refs:
                 for piece in reader.chunks(ref):
                     digest.update(piece)
     return digest.hexdigest()
@@ -106,19 +136,39 @@ def _refuse_dtypes(tensors: tuple[TensorRef, ...]) -> None:
 
 def _pair(named: NamedTensors, config: PeftConfig | MlxConfig) -> list[_Pair]:
     pairs = []
-    for place, halves in sorted(named.lora.items(), key=lambda item: (item[0].layer, KINDS.index(item[0].kind))):
-        if halves.a is None or halves.b is None:
-            have, lack = ("A", "B") if halves.b is None else ("B", "A")
-            raise AdapterRefused(
-                AdapterFault.MISSING_TENSORS, f"module {show(halves.module)} has lora_{have} but no lora_{lack}"
-            )
-        pairs.append(_Pair(*place, halves.module, halves.a, halves.b, *config.scaling_of(halves.module)))
+    for place, parts in sorted(named.lora.items(), key=lambda item: (item[0].layer, KINDS.index(item[0].kind))):
+        only_bias = parts.bias is not None and all(
+            ref is None for ref in (parts.a, parts.b, parts.magnitude, parts.lora_bias)
+        )
+        if not only_bias:
+            _require_parts(parts, place.kind, config)
+        rank, scaling = (0, 1.0) if only_bias else config.scaling_of(parts.module)
+        pairs.append(
+            _Pair(*place, parts.module, parts.a, parts.b, rank, scaling, parts.magnitude, parts.lora_bias, parts.bias)
+        )
     return pairs
+
+
+def _require_parts(parts: Halves, kind: str, config: PeftConfig | MlxConfig) -> None:
+    """A module's tensors must be complete: A and B, and what the config says that every module has."""
+    wanted: dict[str, TensorRef | None] = {"lora_A": parts.a, "lora_B": parts.b}
+    if isinstance(config, PeftConfig):
+        if config.uses_dora:
+            wanted["lora_magnitude_vector"] = parts.magnitude
+        if config.uses_lora_bias:
+            wanted["lora_B.bias"] = parts.lora_bias
+    have = [name for name, ref in wanted.items() if ref is not None]
+    for name, ref in wanted.items():
+        if ref is None:
+            raise AdapterRefused(
+                AdapterFault.MISSING_TENSORS,
+                f"module {show(parts.module)} has {' and '.join(have) or 'other tensors'} but no {name}",
+            )
 
 
 def _check_ranks(pairs: list[_Pair], max_rank: int) -> None:
     for pair in pairs:
-        for ref in (pair.a, pair.b):
+        for ref in pair.factors:
             if len(ref.shape) < 2 or 0 in ref.shape:
                 raise AdapterRefused(
                     AdapterFault.ZERO_SIZE, f"tensor {show(ref.name)} has shape {list(ref.shape)}: {_ZERO_HINT}"
@@ -127,7 +177,18 @@ def _check_ranks(pairs: list[_Pair], max_rank: int) -> None:
                 raise AdapterRefused(
                     AdapterFault.SHAPE_MISMATCH, f"tensor {show(ref.name)} has shape {list(ref.shape)}, not 2 sizes"
                 )
+        for ref in pair.vectors:
+            if ref.shape in ((), (0,)):
+                raise AdapterRefused(
+                    AdapterFault.ZERO_SIZE, f"tensor {show(ref.name)} has shape {list(ref.shape)}: {_ZERO_HINT}"
+                )
+            if len(ref.shape) > 1:
+                raise AdapterRefused(
+                    AdapterFault.SHAPE_MISMATCH, f"tensor {show(ref.name)} has shape {list(ref.shape)}, not 1 size"
+                )
     for pair in pairs:
+        if pair.a is None or pair.b is None:
+            continue
         if pair.a.shape[0] != pair.rank or pair.b.shape[1] != pair.rank:
             raise AdapterRefused(
                 AdapterFault.RANK_MISMATCH,
@@ -147,13 +208,27 @@ def _check_shapes(pairs: list[_Pair], geometry: BaseGeometry) -> None:
     for pair in pairs:
         target = geometry.target(pair.kind)
         assert target is not None
-        expected = ((pair.rank, target.in_features), (target.out_features, pair.rank))
-        if (pair.a.shape, pair.b.shape) != expected:
-            hint = "; was its vocabulary resized?" if pair.kind in ("embed", "lm_head") else ""
+        if pair.a is not None and pair.b is not None:
+            expected = ((pair.rank, target.in_features), (target.out_features, pair.rank))
+            if (pair.a.shape, pair.b.shape) != expected:
+                hint = "; was its vocabulary resized?" if pair.kind in ("embed", "lm_head") else ""
+                raise AdapterRefused(
+                    AdapterFault.SHAPE_MISMATCH,
+                    f"module {show(pair.module)} has lora_A {list(pair.a.shape)} and lora_B {list(pair.b.shape)}, this "
+                    f"base model needs {list(expected[0])} and {list(expected[1])}: it was trained on another "
+                    f"base{hint}",
+                )
+        for ref in pair.vectors:
+            if ref.shape != (target.out_features,):
+                raise AdapterRefused(
+                    AdapterFault.SHAPE_MISMATCH,
+                    f"{show(ref.name)} has shape {list(ref.shape)}, this base model needs [{target.out_features}]: it "
+                    "was trained on another base",
+                )
+        if pair.bias is not None and not target.has_bias:
             raise AdapterRefused(
-                AdapterFault.SHAPE_MISMATCH,
-                f"module {show(pair.module)} has lora_A {list(pair.a.shape)} and lora_B {list(pair.b.shape)}, this "
-                f"base model needs {list(expected[0])} and {list(expected[1])}: it was trained on another base{hint}",
+                AdapterFault.UNKNOWN_TENSOR,
+                f"{show(pair.bias.name)} replaces a bias, but the base model's {pair.kind} has none",
             )
 
 

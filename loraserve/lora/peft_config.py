@@ -49,7 +49,7 @@ FIELD_RULES: tuple[FieldRule, ...] = (
     FieldRule("exclude_modules", types.TEXT_OR_TEXTS, _C, "a list must not name modules that have tensors"),
     FieldRule("layers_to_transform", types.INT_OR_INTS, _C, "must not leave out layers that have tensors"),
     FieldRule("layers_pattern", types.TEXT_OR_TEXTS, _I, "picks modules at training"),
-    FieldRule("bias", types.TEXT, _C, "refused if the file holds bias tensors"),
+    FieldRule("bias", types.TEXT, _H, "bias tensors replace the base's"),
     FieldRule("ensure_weight_tying", types.BOOL, _C, "embed_tokens and lm_head are taken as two adapters"),
     FieldRule("base_model_name_or_path", types.TEXT, _C, "a hint; shapes decide, a mismatch is a warning"),
     FieldRule("task_type", types.TEXT, _C, "unreliable; refused if the file holds a classification head"),
@@ -66,8 +66,8 @@ FIELD_RULES: tuple[FieldRule, ...] = (
     FieldRule("eva_config", types.OBJECT, _I, "read at initialisation only; the result is plain LoRA"),
     FieldRule("corda_config", types.OBJECT, _I, "read at initialisation only; init_lora_weights decides"),
     FieldRule("lora_ga_config", types.OBJECT, _I, "read at initialisation only; init_lora_weights decides"),
-    FieldRule("use_dora", types.BOOL, _R, "DoRA"),
-    FieldRule("lora_bias", types.BOOL, _R, "a bias on lora_B"),
+    FieldRule("use_dora", types.BOOL, _H, "rows of the adapted weight are brought to the trained magnitudes"),
+    FieldRule("lora_bias", types.BOOL, _H, "a bias on lora_B, scaled like it; not together with use_dora"),
     FieldRule("modules_to_save", types.TEXTS, _R, "fully trained modules"),
     FieldRule("trainable_token_indices", types.TOKEN_ROWS, _R, "trained token rows"),
     FieldRule("target_parameters", types.TEXTS, _R, "LoRA on bare parameters"),
@@ -145,6 +145,16 @@ class PeftConfig:
         return self.fields.get("ensure_weight_tying") is True
 
     @property
+    def uses_dora(self) -> bool:
+        """Whether every module has a magnitude."""
+        return self.fields.get("use_dora") is True
+
+    @property
+    def uses_lora_bias(self) -> bool:
+        """Whether every module's B has a bias."""
+        return self.fields.get("lora_bias") is True
+
+    @property
     def bias(self) -> str:
         """Which biases were trained: none, all or lora_only."""
         value = self.fields.get("bias")
@@ -158,6 +168,8 @@ class PeftConfig:
             "rank_pattern": bool(self.fields.get("rank_pattern")),
             "alpha_pattern": bool(self.fields.get("alpha_pattern")),
             "eva": self.fields.get("init_lora_weights") == "eva",
+            "dora": self.uses_dora,
+            "lora_bias": self.uses_lora_bias,
         }
         return tuple(name for name, is_used in used.items() if is_used)
 
@@ -206,6 +218,10 @@ def refuse_features(config: PeftConfig) -> None:
         if value is None or (is_empty(value) and name not in _SET_WHEN_EMPTY) or _is_head_only(name, value):
             continue
         raise AdapterRefused(AdapterFault.UNSUPPORTED_VARIANT, f"{name} asks for {rule.note}, which is not supported")
+    if config.uses_dora and config.uses_lora_bias:
+        raise AdapterRefused(
+            AdapterFault.UNSUPPORTED_VARIANT, "use_dora and lora_bias together are not supported, nor are they by PEFT"
+        )
     init = config.fields.get("init_lora_weights")
     if isinstance(init, str) and init not in _PLAIN_INITS:
         raise AdapterRefused(

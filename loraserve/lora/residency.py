@@ -15,6 +15,7 @@ from pathlib import Path
 from loraserve.config import format_bytes
 from loraserve.errors import AdapterFault, AdapterNotFound, AdapterRefused, BlendTooLarge, LoraserveError
 from loraserve.kernels.metadata import LoraTables
+from loraserve.lora.affine import BaseWeights
 from loraserve.lora.placement import DeviceTier
 from loraserve.lora.pool import LoraPool
 from loraserve.lora.spec import AdapterSpec
@@ -64,16 +65,14 @@ class AdapterResidency:
         num_loaders: int = 1,
         max_overtakes: int = 8,
         last_resort_s: float = 1.0,
+        base: BaseWeights | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
         self._clock = clock
+        pin = pool.device.type == "cuda"
         self._host = HostTier(
-            host_capacity_bytes,
-            pool.layout,
-            pool.dtype,
-            pin_memory=pool.device.type == "cuda",
-            num_threads=num_loaders,
+            host_capacity_bytes, pool.layout, pool.dtype, pin_memory=pin, num_threads=num_loaders, base=base
         )
         self._device = DeviceTier(pool, clock, max_overtakes, last_resort_s)
         self._entries: dict[str, AdapterEntry] = {}

@@ -55,19 +55,41 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True)
 class TargetSpec:
-    """One module's delta: y += scaling · B(A x). For `embed`, A is [r, vocab] and B is [hidden, r]."""
+    """One module's delta: y += scaling · B(A x). For `embed`, A is [r, vocab] and B is [hidden, r].
+
+    DoRA and trained biases add vectors of `out_features`. A module of which only the bias was trained has rank 0 and
+    neither A nor B.
+    """
 
     kind: str  # a value of kernels.metadata.Kind
     layer: int  # 0 for layer-less kinds
     rank: int
     scaling: float  # s = alpha/r or alpha/sqrt(r); may be negative or zero, always finite in float32
-    a: TensorRef  # [rank, in_features]
-    b: TensorRef  # [out_features, rank]
+    a: TensorRef | None  # [rank, in_features]
+    b: TensorRef | None  # [out_features, rank]
+    magnitude: TensorRef | None = None  # DoRA: the norm that each row of W + scaling · BA is brought to
+    lora_bias: TensorRef | None = None  # added to B(A x), before the scaling
+    bias: TensorRef | None = None  # replaces the base's bias
 
     @property
     def module(self) -> str:
         """The module's canonical path."""
         return MODULE_PATHS[self.kind].format(layer=self.layer)
+
+    @property
+    def vectors(self) -> tuple[TensorRef, ...]:
+        """The tensors that scale or shift the base's output."""
+        return tuple(ref for ref in (self.magnitude, self.lora_bias, self.bias) if ref is not None)
+
+    @property
+    def refs(self) -> tuple[TensorRef, ...]:
+        """All tensors, in the order in which they are hashed and read."""
+        return tuple(ref for ref in (self.a, self.b) if ref is not None) + self.vectors
+
+    @property
+    def extra_rows(self) -> int:
+        """Rows that follow those of B in the pool: gain and shift of the base's output, or none."""
+        return 2 if self.vectors else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +110,12 @@ class AdapterSpec:
     @property
     def num_parameters(self) -> int:
         """Elements of all tensors."""
-        return sum(target.a.num_elements + target.b.num_elements for target in self.targets)
+        return sum(ref.num_elements for target in self.targets for ref in target.refs)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors as stored in the files."""
-        return sum(target.a.num_bytes + target.b.num_bytes for target in self.targets)
+        return sum(ref.num_bytes for target in self.targets for ref in target.refs)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -104,12 +126,12 @@ class AdapterSpec:
     @property
     def dtypes(self) -> tuple[str, ...]:
         """Distinct dtypes of the tensors, sorted."""
-        return tuple(sorted({ref.dtype for target in self.targets for ref in (target.a, target.b)}))
+        return tuple(sorted({ref.dtype for target in self.targets for ref in target.refs}))
 
     @property
     def scalings(self) -> tuple[float, ...]:
         """Distinct scalings, sorted."""
-        return tuple(sorted({target.scaling for target in self.targets}))
+        return tuple(sorted({target.scaling for target in self.targets if target.rank > 0}))
 
     def ranks(self, kind: str) -> dict[int, int]:
         """Layer → rank, for the layers where the adapter targets `kind`."""
@@ -124,6 +146,7 @@ class TargetGeometry:
     in_features: int  # for `embed`: the vocabulary
     out_features: int  # for `embed`: the hidden size; for `lm_head`: the vocabulary
     num_layers: int
+    has_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +229,7 @@ def _kind_report(spec: AdapterSpec, kind: str) -> KindReport:
         num_modules=len(used),
         layers="" if kind in LAYERLESS else _ranges(sorted(target.layer for target in used)),
         ranks=tuple(sorted(Counter(target.rank for target in used))),
-        scalings=tuple(sorted({target.scaling for target in used})),
+        scalings=tuple(sorted({target.scaling for target in used if target.rank > 0})),
     )
 
 

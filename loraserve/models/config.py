@@ -114,13 +114,13 @@ class ModelShape:
         hidden, inner, layers = self.hidden_size, self.intermediate_size, self.num_layers
         q, kv = self.q_size, self.kv_size
         return [
-            LoraTargetShape(Kind.Q, hidden, q, 0, layers),
-            LoraTargetShape(Kind.K, hidden, kv, q, layers),
-            LoraTargetShape(Kind.V, hidden, kv, q + kv, layers),
-            LoraTargetShape(Kind.O, q, hidden, 0, layers),
-            LoraTargetShape(Kind.GATE, hidden, inner, 0, layers),
-            LoraTargetShape(Kind.UP, hidden, inner, inner, layers),
-            LoraTargetShape(Kind.DOWN, inner, hidden, 0, layers),
+            LoraTargetShape(Kind.Q, hidden, q, 0, layers, self.qkv_bias),
+            LoraTargetShape(Kind.K, hidden, kv, q, layers, self.qkv_bias),
+            LoraTargetShape(Kind.V, hidden, kv, q + kv, layers, self.qkv_bias),
+            LoraTargetShape(Kind.O, q, hidden, 0, layers, self.o_bias),
+            LoraTargetShape(Kind.GATE, hidden, inner, 0, layers, self.mlp_bias),
+            LoraTargetShape(Kind.UP, hidden, inner, inner, layers, self.mlp_bias),
+            LoraTargetShape(Kind.DOWN, inner, hidden, 0, layers, self.mlp_bias),
             LoraTargetShape(Kind.EMBED, self.vocab_size, hidden, 0, 1),
             LoraTargetShape(Kind.LM_HEAD, hidden, self.vocab_size, 0, 1),
         ]
