@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loraserve.errors import AdapterFault, AdapterRefused
@@ -20,9 +20,19 @@ from loraserve.lora.files import AdapterFolder
 from loraserve.lora.mlx_config import MlxConfig, parse_mlx_config, refuse_mlx_features
 from loraserve.lora.naming import Halves, NamedTensors, name_tensors, require_consistent
 from loraserve.lora.peft_config import PeftConfig, parse_peft_config, refuse_features, refuse_heads
-from loraserve.lora.spec import DTYPE_BYTES, KINDS, AdapterSpec, BaseGeometry, TargetSpec, TensorRef
+from loraserve.lora.spec import (
+    DTYPE_BYTES,
+    FUSED,
+    KINDS,
+    AdapterSpec,
+    BaseGeometry,
+    TargetGeometry,
+    TargetSpec,
+    TensorRef,
+)
 from loraserve.lora.strict_json import show
 
+_ORDER = (*KINDS, *FUSED)
 _ZERO_HINT = "was it saved from ZeRO-3 or FSDP without gathering the weights?"
 
 
@@ -78,8 +88,11 @@ def parse_adapter(folder: Path | AdapterFolder, geometry: BaseGeometry | None, m
     _check_ranks(pairs, max_rank)
     if geometry is not None:
         _check_shapes(pairs, geometry)
+    has_fused = any(pair.kind in FUSED for pair in pairs)
+    pairs = _split(pairs, geometry)
     copied = _check_base_copies(place, named, geometry)
     features = config.features if isinstance(config, PeftConfig) else ("mlx-lm",)
+    features += ("fused",) if has_fused else ()
     features += ("bias",) if any(pair.bias is not None for pair in pairs) else ()
     features += tuple(kind for kind in ("embed", "lm_head") if any(pair.kind == kind for pair in pairs)) + copied
     return AdapterSpec(
@@ -136,7 +149,7 @@ def _refuse_dtypes(tensors: tuple[TensorRef, ...]) -> None:
 
 def _pair(named: NamedTensors, config: PeftConfig | MlxConfig) -> list[_Pair]:
     pairs = []
-    for place, parts in sorted(named.lora.items(), key=lambda item: (item[0].layer, KINDS.index(item[0].kind))):
+    for place, parts in named.lora.items():
         only_bias = parts.bias is not None and all(
             ref is None for ref in (parts.a, parts.b, parts.magnitude, parts.lora_bias)
         )
@@ -146,7 +159,7 @@ def _pair(named: NamedTensors, config: PeftConfig | MlxConfig) -> list[_Pair]:
         pairs.append(
             _Pair(*place, parts.module, parts.a, parts.b, rank, scaling, parts.magnitude, parts.lora_bias, parts.bias)
         )
-    return pairs
+    return sorted(pairs, key=lambda pair: (pair.layer, _ORDER.index(pair.kind)))
 
 
 def _require_parts(parts: Halves, kind: str, config: PeftConfig | MlxConfig) -> None:
@@ -206,8 +219,7 @@ def _check_ranks(pairs: list[_Pair], max_rank: int) -> None:
 
 def _check_shapes(pairs: list[_Pair], geometry: BaseGeometry) -> None:
     for pair in pairs:
-        target = geometry.target(pair.kind)
-        assert target is not None
+        target = _geometry_of(pair.kind, geometry)
         if pair.a is not None and pair.b is not None:
             expected = ((pair.rank, target.in_features), (target.out_features, pair.rank))
             if (pair.a.shape, pair.b.shape) != expected:
@@ -230,6 +242,62 @@ def _check_shapes(pairs: list[_Pair], geometry: BaseGeometry) -> None:
                 AdapterFault.UNKNOWN_TENSOR,
                 f"{show(pair.bias.name)} replaces a bias, but the base model's {pair.kind} has none",
             )
+
+
+def _geometry_of(kind: str, geometry: BaseGeometry) -> TargetGeometry:
+    """A module's sizes; a fused one has the outputs of all its parts."""
+    parts = [geometry.target(part) for part in FUSED.get(kind, (kind,))]
+    known = [part for part in parts if part is not None]
+    assert len(known) == len(parts)
+    return replace(
+        known[0],
+        kind=kind,
+        out_features=sum(part.out_features for part in known),
+        has_bias=all(part.has_bias for part in known),
+    )
+
+
+def _split(pairs: list[_Pair], geometry: BaseGeometry | None) -> list[_Pair]:
+    """Fused modules become their parts, which share A and have their own rows of all else."""
+    found: dict[tuple[int, str], _Pair] = {}
+    for pair in pairs:
+        for part in _parts_of(pair, geometry) if pair.kind in FUSED else [pair]:
+            if (part.layer, part.kind) in found:
+                other = found[part.layer, part.kind].module
+                raise AdapterRefused(
+                    AdapterFault.UNKNOWN_TENSOR,
+                    f"{show(pair.module)} and {show(other)} are one and the same module, here split and there fused",
+                )
+            found[part.layer, part.kind] = part
+    return sorted(found.values(), key=lambda pair: (pair.layer, KINDS.index(pair.kind)))
+
+
+def _parts_of(pair: _Pair, geometry: BaseGeometry | None) -> list[_Pair]:
+    if geometry is None:
+        raise AdapterRefused(
+            AdapterFault.UNKNOWN_MODULE,
+            f"{show(pair.module)} holds several modules as one, which the base model's sizes must tell apart: name the "
+            "base model",
+        )
+    if pair.b is not None and pair.b.transposed:
+        raise AdapterRefused(
+            AdapterFault.UNSUPPORTED_VARIANT, f"{show(pair.module)}: fused modules in mlx-lm's format are not supported"
+        )
+    parts, begin = [], 0
+    for kind in FUSED[pair.kind]:
+        count = _geometry_of(kind, geometry).out_features
+        own = {
+            name: None if ref is None else ref.rows(begin, count)
+            for name, ref in (
+                ("b", pair.b),
+                ("magnitude", pair.magnitude),
+                ("lora_bias", pair.lora_bias),
+                ("bias", pair.bias),
+            )
+        }
+        parts.append(replace(pair, kind=kind, **own))
+        begin += count
+    return parts
 
 
 def _check_base_copies(folder: AdapterFolder, named: NamedTensors, geometry: BaseGeometry | None) -> tuple[str, ...]:

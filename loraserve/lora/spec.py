@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 MODULE_PATHS: dict[str, str] = {
@@ -22,6 +22,9 @@ MODULE_PATHS: dict[str, str] = {
     "lm_head": "lm_head",
 }
 """Where each kind lies in a Hugging Face decoder; the canonical name of a module in this package."""
+
+FUSED: dict[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+"""Modules of fused models such as Phi-3, and the kinds whose rows lie one after the other in them."""
 
 KINDS: tuple[str, ...] = tuple(MODULE_PATHS)
 LAYERLESS: frozenset[str] = frozenset(kind for kind, path in MODULE_PATHS.items() if "{layer}" not in path)
@@ -41,6 +44,13 @@ class TensorRef:
     begin: int  # absolute byte offsets in the file
     end: int
     transposed: bool = False  # the bytes are those of shape[::-1]; `TensorReader` gives the transposed view
+
+    def rows(self, begin: int, count: int) -> TensorRef:
+        """Some rows of a tensor that is not transposed (elements, if it is a vector)."""
+        assert not self.transposed
+        row = self.num_bytes // self.shape[0]
+        first = self.begin + begin * row
+        return replace(self, shape=(count, *self.shape[1:]), begin=first, end=first + count * row)
 
     @property
     def num_elements(self) -> int:
@@ -108,14 +118,19 @@ class AdapterSpec:
         return max(target.rank for target in self.targets)
 
     @property
+    def tensors(self) -> frozenset[TensorRef]:
+        """All tensors; the A of a fused module counts once, although each of its parts has it."""
+        return frozenset(ref for target in self.targets for ref in target.refs)
+
+    @property
     def num_parameters(self) -> int:
         """Elements of all tensors."""
-        return sum(ref.num_elements for target in self.targets for ref in target.refs)
+        return sum(ref.num_elements for ref in self.tensors)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors as stored in the files."""
-        return sum(ref.num_bytes for target in self.targets for ref in target.refs)
+        return sum(ref.num_bytes for ref in self.tensors)
 
     @property
     def kinds(self) -> tuple[str, ...]:

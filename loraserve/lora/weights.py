@@ -95,7 +95,7 @@ def stage(
     """
     ticket = ticket or StagingTicket()
     num_bytes = staged_bytes(spec, layout, dtype)
-    ticket.bytes_total = spec.num_bytes
+    ticket.bytes_total = sum(ref.num_bytes for target in spec.targets for ref in target.refs)
     try:
         buffer = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, pin_memory=pin_memory)
     except (MemoryError, RuntimeError) as error:  # torch reports a failed allocation as RuntimeError

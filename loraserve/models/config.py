@@ -128,14 +128,15 @@ class ModelShape:
     def module_path(self, kind: Kind | str, layer: int) -> str:
         """Path of a target in the HF model, such as `model.layers.3.self_attn.q_proj`; embed and lm_head have layer 0.
 
+        Where the checkpoint stores q|k|v or gate|up fused it is the fused module, of which a target is some rows.
+
         Raises `KeyError` for an unknown kind and `IndexError` for a layer that does not exist.
         """
         names = self.family_data.names
         outside = {"embed": names.embed, "lm_head": names.lm_head}
-        inside = dict(zip(("q", "k", "v"), names.qkv, strict=True)) | dict(
-            zip(("gate", "up"), names.gate_up, strict=True)
-        )
-        inside |= {"o": names.o, "down": names.down}
+        inside = {"o": names.o, "down": names.down}
+        for kinds, modules in ((("q", "k", "v"), names.qkv), (("gate", "up"), names.gate_up)):
+            inside |= dict.fromkeys(kinds, modules[0]) if len(modules) == 1 else dict(zip(kinds, modules, strict=True))
         if kind in outside:
             if layer != 0:
                 raise IndexError(f"{kind} has one layer, not {layer + 1}")

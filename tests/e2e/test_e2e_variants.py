@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from engine_driver import Driver, engine_config
 from tiny_models import ATTENTION, MLP, Oracle, make_model
-from variants import COUNT, check_request, check_variant, make_prompts, make_variant
+from variants import COUNT, PLAIN, PLAIN_FUSED, check_request, check_variant, make_prompts, make_variant
 
 LINEARS = ATTENTION + MLP
 DORA: dict[str, Any] = {"r": 4, "lora_alpha": 10, "use_dora": True}
@@ -16,6 +16,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama"},
     "llama-biases": {"family": "llama", "attention_bias": True, "mlp_bias": True},
     "qwen2": {"family": "qwen2", "tie_word_embeddings": False},
+    "phi3": {"family": "phi3", "tie_word_embeddings": False, "pad_token_id": 0},
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dora": ("qwen2", DORA | {"target_modules": LINEARS}),
@@ -36,6 +37,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora-bias": ("qwen2", {"r": 4, "lora_alpha": 6, "lora_bias": True, "target_modules": LINEARS}),
     "bias-all": ("llama-biases", {"r": 4, "bias": "all", "target_modules": ["q_proj", "down_proj"]}),
     "bias-lora-only": ("qwen2", {"r": 3, "bias": "lora_only", "target_modules": ["k_proj", "v_proj", "o_proj"]}),
+    "fused": ("phi3", {"r": 4, "lora_alpha": 8, "target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}),
+    "fused-dora": ("phi3", DORA | {"target_modules": ["qkv_proj", "gate_up_proj"], "rank_pattern": {"qkv_proj": 9}}),
+    "fused-lora-bias": ("phi3", {"r": 2, "lora_bias": True, "target_modules": ["qkv_proj", "lm_head"]}),
     "dora-bias-all": ("qwen2", DORA | {"bias": "all", "target_modules": ["v_proj", "o_proj"]}),
 }
 
@@ -60,7 +64,8 @@ def variant_of(root: Path, name: str) -> tuple[Path, Path]:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_variant_equals_peft(root: Path, name: str, kernels: str) -> None:
     model, folder = variant_of(root, name)
-    check_variant(model, folder, root / f"beside-{VARIANTS[name][0]}", kernels)
+    plain = PLAIN_FUSED if VARIANTS[name][0] == "phi3" else PLAIN
+    check_variant(model, folder, root / f"beside-{VARIANTS[name][0]}", kernels, plain)
 
 
 def test_a_scaled_variant_scales_its_whole_difference(root: Path) -> None:

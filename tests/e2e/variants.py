@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM
 COUNT = 8  # tokens that are generated
 PLAIN = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
+PLAIN_FUSED = PLAIN | {"target_modules": ["qkv_proj", "down_proj"]}
+
 
 def make_variant(model_folder: Path, folder: Path, seed: int, **lora: Any) -> Path:
     """Save a PEFT adapter whose every trained tensor is far from where it starts."""
