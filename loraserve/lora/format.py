@@ -283,19 +283,15 @@ def _parts_of(pair: _Pair, geometry: BaseGeometry | None) -> list[_Pair]:
         raise AdapterRefused(
             AdapterFault.UNSUPPORTED_VARIANT, f"{show(pair.module)}: fused modules in mlx-lm's format are not supported"
         )
-    parts, begin = [], 0
+    parts: list[_Pair] = []
+    begin = 0
     for kind in FUSED[pair.kind]:
         count = _geometry_of(kind, geometry).out_features
-        own = {
-            name: None if ref is None else ref.rows(begin, count)
-            for name, ref in (
-                ("b", pair.b),
-                ("magnitude", pair.magnitude),
-                ("lora_bias", pair.lora_bias),
-                ("bias", pair.bias),
-            )
-        }
-        parts.append(replace(pair, kind=kind, **own))
+        b, magnitude, lora_bias, bias = (
+            None if ref is None else ref.rows(begin, count)
+            for ref in (pair.b, pair.magnitude, pair.lora_bias, pair.bias)
+        )
+        parts.append(replace(pair, kind=kind, b=b, magnitude=magnitude, lora_bias=lora_bias, bias=bias))
         begin += count
     return parts
 
