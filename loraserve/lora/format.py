@@ -101,6 +101,7 @@ def parse_adapter(folder: Path | AdapterFolder, geometry: BaseGeometry | None, m
         warnings=_warnings(config, named, geometry),
         base_model_name=config.base_model_name,
         files=files.weights,
+        invocation=_invocation(config, pairs, geometry),
     )
 
 
@@ -124,6 +125,8 @@ def content_version(spec: AdapterSpec, folder: Path | AdapterFolder) -> str:
             for ref in target.refs:
                 for piece in reader.chunks(ref):
                     digest.update(piece)
+    if spec.invocation:
+        digest.update(json.dumps(["invocation", *spec.invocation]).encode() + b"\n")
     return digest.hexdigest()
 
 
@@ -136,6 +139,22 @@ def _read_config(files: AdapterFiles) -> PeftConfig | MlxConfig:
     refuse_features(config)
     refuse_heads(config, tuple(ref.name for ref in files.tensors))
     return config
+
+
+def _invocation(config: PeftConfig | MlxConfig, pairs: list[_Pair], geometry: BaseGeometry | None) -> tuple[int, ...]:
+    if not isinstance(config, PeftConfig) or not config.invocation:
+        return ()
+    if any(pair.kind == "embed" for pair in pairs):
+        raise AdapterRefused(
+            AdapterFault.UNSUPPORTED_VARIANT, "aLoRA on embed_tokens is not supported, nor is it by PEFT"
+        )
+    embed = None if geometry is None else geometry.target("embed")
+    if min(config.invocation) < 0 or (embed is not None and max(config.invocation) >= embed.in_features):
+        raise AdapterRefused(
+            AdapterFault.INVALID_CONFIG,
+            "alora_invocation_tokens has ids that are not in the base model's vocabulary",
+        )
+    return config.invocation
 
 
 def _refuse_dtypes(tensors: tuple[TensorRef, ...]) -> None:

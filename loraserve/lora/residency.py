@@ -123,6 +123,10 @@ class AdapterResidency:
         entry = self._entries.get(version)
         return entry is not None and not entry.leaving
 
+    def spec(self, version: str) -> AdapterSpec:
+        """What a version is. Raises `AdapterNotFound`."""
+        return self._known(version).spec
+
     def set_pinned(self, version: str, pinned: bool) -> None:
         """Pin or unpin. A pinned version goes to the device by itself and is evicted only as the last resort."""
         entry = self._known(version)
@@ -245,8 +249,8 @@ class AdapterResidency:
         self._collect()
         self._refetch()
         self._host.pump()
-        waiting = (e for e in self._wanted.values() if _placeable(e))
-        pinned = (e for e in self._pinned.values() if _placeable(e) and e.wanted_since is None)
+        waiting = (e for e in self._wanted.values() if e.placeable)
+        pinned = (e for e in self._pinned.values() if e.placeable and e.wanted_since is None)
         self._device.place(sorted(waiting, key=lambda e: (e.since, e.order)), list(pinned))
         for entry, error in self._device.write(max_bytes):
             self._fail(entry, error)
@@ -389,10 +393,6 @@ class AdapterResidency:
         for table in (self._entries, self._pinned, self._unannounced):
             table.pop(entry.version, None)
         self._events.append(AdapterDropped(entry.version))
-
-
-def _placeable(entry: AdapterEntry) -> bool:
-    return entry.state is AdapterState.STAGED and entry.held is None
 
 
 def _not_found(version: str) -> AdapterNotFound:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -111,6 +112,17 @@ class AdapterSpec:
     warnings: tuple[str, ...] = ()
     base_model_name: str | None = None  # a hint from the config, never trusted
     files: tuple[str, ...] = ()  # the weight files, in the adapter's folder
+    invocation: tuple[int, ...] = ()  # aLoRA: applied from the last occurrence of these tokens in the prompt on
+
+    def first_token(self, prompt: Sequence[int]) -> int | None:
+        """Where in a prompt the adapter begins to apply: 0, or for aLoRA its last invocation; None: nowhere."""
+        if not self.invocation:
+            return 0
+        first, length, wanted = self.invocation[0], len(self.invocation), list(self.invocation)
+        for start in range(len(prompt) - length, -1, -1):
+            if prompt[start] == first and list(prompt[start : start + length]) == wanted:
+                return start
+        return None
 
     @property
     def max_rank(self) -> int:

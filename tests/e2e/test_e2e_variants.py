@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engine_driver import Driver, engine_config
 from tiny_models import ATTENTION, MLP, Oracle, make_model
 from variants import COUNT, PLAIN, PLAIN_FUSED, check_request, check_variant, make_prompts, make_variant
@@ -78,3 +80,59 @@ def test_a_scaled_variant_scales_its_whole_difference(root: Path) -> None:
         driver.finish()
         check_request(driver, zero, Oracle(model), None, prompt)
         check_request(driver, halves, Oracle(model), folder, prompt)
+
+
+INVOCATION = [41, 42, 43]
+
+
+class ActivatedOracle(Oracle):
+    """PEFT with an aLoRA adapter: it must be told where the adapter begins, or it forgets after the prompt."""
+
+    def stepwise(self, adapter: Path | None, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
+        starts = [i for i in range(len(prompt)) if list(prompt[i : i + 3]) == INVOCATION]
+        tokens = [*prompt, *output[:-1]]
+        if adapter is None or "alora" not in adapter.name:
+            return super().stepwise(adapter, prompt, output)
+        offset = len(tokens) - starts[-1] if starts else None
+        with torch.no_grad():
+            return self._model(adapter)(torch.tensor([tokens]), alora_offsets=[offset]).logits[0]
+
+    def greedy(self, adapter: Path | None, prompt: Sequence[int], count: int) -> list[int]:
+        if adapter is None or "alora" not in adapter.name:
+            return super().greedy(adapter, prompt, count)
+        output: list[int] = []
+        for _ in range(count):
+            output.append(int(self.stepwise(adapter, prompt, [*output, 0])[-1].argmax()))
+        return output
+
+
+def invoking_prompts() -> list[list[int]]:
+    """Invoked at the start, in the middle, at the end, twice, cut off, never; some begin alike for more than a page."""
+    long = make_prompts()[2]
+    return [
+        [*INVOCATION, 9, 8],
+        [*long, *INVOCATION, 17],
+        [*long, *INVOCATION, 17, *long, *INVOCATION],
+        [*long, *INVOCATION, 17, *long, 5],
+        [*long, *INVOCATION[:2]],
+        [*long, *INVOCATION[:2], 44],
+    ]
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "reference"])
+def test_an_activated_adapter_begins_with_its_last_invocation(root: Path, kernels: str) -> None:
+    model, folder = model_of(root, "qwen2"), root / "adapters" / "alora"
+    if not folder.exists():
+        settings = {"r": 4, "lora_alpha": 12, "target_modules": [*LINEARS, "lm_head"]}
+        make_variant(model, folder, 3, **settings, alora_invocation_tokens=INVOCATION)
+    oracle = ActivatedOracle(model)
+    prompts = invoking_prompts()
+    assert oracle.greedy(folder, prompts[4], 4) == oracle.greedy(None, prompts[4], 4)
+    check_variant(model, folder, root / "beside-qwen2", kernels, oracle=oracle, prompts=prompts)
+    # Prompt log-probabilities are of the base before the invocation, of the adapter after it.
+    with Driver(engine_config(model, kernels=kernels, scheduler={"prefill_chunk": 16})) as driver:
+        driver.load("variant", folder)
+        request = driver.add(prompts[2], "variant", max_tokens=3, prompt_logprobs=0)
+        driver.finish()
+        assert len(driver.logits[request]) == len(prompts[2]) + 2
+        check_request(driver, request, oracle, folder, prompts[2])

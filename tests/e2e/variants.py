@@ -62,13 +62,21 @@ def check_request(driver: Driver, request_id: str, oracle: Oracle, folder: Path 
         assert difference < 1e-3, f"position {position} of {len(prompt)} + {len(tokens)}: {difference}"
 
 
-def check_variant(model: Path, variant: Path, root: Path, kernels: str, plain: dict[str, Any] = PLAIN) -> None:
+def check_variant(
+    model: Path,
+    variant: Path,
+    root: Path,
+    kernels: str,
+    plain: dict[str, Any] = PLAIN,
+    oracle: Oracle | None = None,
+    prompts: list[list[int]] | None = None,
+) -> None:
     """Alone, in a mixed batch beside the base and a plain adapter, and after eviction and reload: all equal PEFT."""
-    oracle = Oracle(model)
+    oracle = oracle or Oracle(model)
     plain_folder = root / "plain"
     if not plain_folder.exists():
         make_adapter(model, plain_folder, 77, **plain)
-    prompts = make_prompts()
+    prompts = prompts or make_prompts()
     # Changed enough for a comparison to mean something.
     assert any(oracle.greedy(variant, p, COUNT) != oracle.greedy(None, p, COUNT) for p in prompts)
     folders = {"variant": variant, "plain": plain_folder, None: None}

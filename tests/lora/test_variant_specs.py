@@ -121,3 +121,22 @@ def test_a_bias_alone_makes_a_module_of_rank_zero(tmp_path: Path) -> None:
     assert (k.kind, k.rank, k.extra_rows, k.a, k.b) == ("k", 0, 2, None, None)
     assert spec.scalings == (2.0,)
     assert "bias" in spec.features
+
+
+def test_an_activated_adapter_says_where_it_begins(tmp_path: Path) -> None:
+    plain = write(tmp_path / "plain")
+    folder = write(tmp_path / "activated", plain_config(alora_invocation_tokens=[5, 6]))
+    spec, other = parse_adapter(folder, GEOMETRY, 64), parse_adapter(plain, GEOMETRY, 64)
+    assert spec.invocation == (5, 6)
+    assert "alora" in spec.features
+    assert content_version(spec, folder) != content_version(other, plain)
+    for prompt, start in (
+        ([5, 6], 0),
+        ([1, 5, 6, 5, 6, 2], 3),
+        ([5, 5, 6], 1),
+        ([6, 5], None),
+        ([5], None),
+        ([], None),
+    ):
+        assert spec.first_token(prompt) == start
+        assert other.first_token(prompt) == 0
