@@ -262,7 +262,10 @@ CASES: dict[str, tuple[str, Build]] = {
     "wrong-prefix": ("unknown_module", weights(plain_tensors(prefix="base_model.model.transformer."))),
     "bare-layers": ("unknown_module", weights(lora("layers.0.self_attn.q_proj"))),
     "vision-tower": ("unknown_module", extra(PREFIX + "model.visual.blocks.0.mlp.linear_fc1.lora_A.weight", (4, 8))),
-    "fused-module": ("unknown_module", weights(lora("model.layers.0.self_attn.qkv_proj"))),
+    "fused-module-of-other-sizes": (
+        "shape_mismatch",
+        weights(lora("model.layers.0.self_attn.qkv_proj"), target_modules=["qkv_proj"]),
+    ),
     "layer-too-high": ("unknown_module", weights(plain_tensors() | lora("model.layers.3.self_attn.q_proj"))),
     "layer-absurd": ("unknown_module", weights(lora(f"model.layers.{'9' * 3000}.self_attn.q_proj"))),
     "layer-leading-zero": ("unknown_module", weights(lora("model.layers.00.self_attn.q_proj"))),
