@@ -115,7 +115,9 @@ def _require_finite(spec: AdapterSpec, folder: Path, round_to: _Cast) -> None:
     """The scaling goes into B before the cast, as when an adapter is staged."""
     with TensorReader(folder) as reader, np.errstate(over="ignore", invalid="ignore"):
         for target in spec.targets:
-            for ref, scaling in ((target.a, 1.0), (target.b, target.scaling)):
+            scaled = (target.b, target.lora_bias)
+            for ref in target.refs:
+                scaling = target.scaling if ref in scaled else 1.0
                 for piece in reader.pieces(ref, _PIECE):
                     if not np.isfinite(round_to(_as_float32(piece, ref) * np.float32(scaling))).all():
                         raise AdapterRefused(

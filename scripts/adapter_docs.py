@@ -25,13 +25,17 @@ ROLES: dict[Role, str] = {
     Role.EMBED_B: "loaded for `embed_tokens`: B [hidden, r]; elsewhere `unknown_tensor`",
     Role.MLX_A: "loaded from mlx-lm's `adapters.safetensors`, [in, r]; in PEFT's file `unknown_tensor`",
     Role.MLX_B: "loaded from mlx-lm's `adapters.safetensors`, [r, out]; in PEFT's file `unknown_tensor`",
-    Role.MAGNITUDE: "`unsupported_variant` with `use_dora`, else `config_tensor_mismatch`",
-    Role.LORA_BIAS: "`unsupported_variant` with `lora_bias`, else `config_tensor_mismatch`",
+    Role.MAGNITUDE: "loaded with `use_dora`: [out], for every module, else `missing_tensors`; without the field "
+    "`config_tensor_mismatch`",
+    Role.LORA_BIAS: "loaded with `lora_bias`: [out], for every module, else `missing_tensors`; without the field "
+    "`config_tensor_mismatch`",
     Role.BASE_WEIGHT: "of `embed_tokens` or `lm_head`: must equal the base's matrix, else `unsupported_variant` or, "
     "for another size, `shape_mismatch`; elsewhere `unknown_tensor`",
-    Role.BASE_BIAS: "`unsupported_variant` with `bias`, else `config_tensor_mismatch`",
+    Role.BASE_BIAS: "loaded with `bias` where the base has that bias, else `unknown_tensor`; without the field "
+    "`config_tensor_mismatch`",
     Role.WEIGHT: "as `base_layer.weight`",
-    Role.BIAS: "`unsupported_variant` with `bias`, else `config_tensor_mismatch`",
+    Role.BIAS: "loaded with `bias` where the base has that bias, else `unknown_tensor`; without the field "
+    "`config_tensor_mismatch`",
     Role.TOKEN_ROWS: "`unsupported_variant` with `trainable_token_indices`, else `config_tensor_mismatch`",
     Role.UNKNOWN: "`unknown_tensor`",
 }

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from loraserve.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from loraserve.engine.build import EngineParts, build_engine
 from loraserve.engine.messages import AddRequest, EngineStats, RequestOutput
@@ -58,11 +60,16 @@ class Driver:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.parts: EngineParts = build_engine(config)
+        self.logits: dict[str, dict[int, torch.Tensor]] = {}  # request → position → logits [vocab]
+        self.parts: EngineParts = build_engine(config, self._watch)
         self.loop = self.parts.loop
         self.versions: dict[str, str] = {}
         self.answers: dict[str, Answer] = {}
         self._ids = itertools.count()
+
+    def _watch(self, request_id: str, position: int, logits: torch.Tensor) -> None:
+        rows = {position + i: row.clone() for i, row in enumerate(logits)}
+        self.logits.setdefault(request_id, {}).update(rows)
 
     def __enter__(self) -> Driver:
         return self

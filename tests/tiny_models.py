@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PreTrainedTokenizerFast, Qwen2Config
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -69,13 +69,12 @@ def make_model(folder: Path, family: str = "llama", seed: int = 0, **overrides: 
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": tokenizer.bos_token_id,
     }
-    config_class = {"llama": LlamaConfig, "qwen2": Qwen2Config}[family]
+    config_class = {"llama": LlamaConfig, "qwen2": Qwen2Config, "phi3": Phi3Config}[family]
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config_class(**(shape | overrides)), dtype=torch.float32)
-    if family == "qwen2":
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                torch.nn.init.normal_(parameter, std=0.3)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # Qwen2's q, k and v, and whatever the overrides turn on
+            torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
     return folder
 
@@ -122,6 +121,17 @@ class Oracle:
         """[len(tokens), vocab]."""
         with torch.no_grad():
             return self._model(adapter)(torch.tensor([list(tokens)])).logits[0]
+
+    def stepwise(self, adapter: Path | None, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
+        """[len(prompt) + len(output) - 1, vocab]: the prompt's rows, then one row per token that is fed back."""
+        model = self._model(adapter)
+        with torch.no_grad():
+            result = model(torch.tensor([list(prompt)]), use_cache=True)
+            rows = [result.logits[0]]
+            for token in output[:-1]:
+                result = model(torch.tensor([[token]]), past_key_values=result.past_key_values, use_cache=True)
+                rows.append(result.logits[0])
+        return torch.cat(rows)
 
     def greedy(self, adapter: Path | None, prompt: Sequence[int], count: int) -> list[int]:
         """The `count` most likely next tokens, EOS ignored."""

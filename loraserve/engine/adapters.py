@@ -71,19 +71,33 @@ class AdapterDesk:
             self._dropping[version] = [done]
             self._residency.unregister(version)
 
+    def activate(self, adapters: Sequence[AdapterUse], prompt: Sequence[int]) -> tuple[AdapterUse, ...]:
+        """The uses with the position from which each applies. Raises unless all versions are known and sound.
+
+        Activated LoRAs that the prompt does not invoke are left out, which makes their requests the base's.
+        """
+        self._require(adapters)
+        starts = [self._residency.spec(use.version).first_token(prompt) for use in adapters]
+        return tuple(
+            use._replace(start=start) for use, start in zip(adapters, starts, strict=True) if start is not None
+        )
+
     def hold(self, adapters: Sequence[AdapterUse]) -> None:
         """A request takes its versions. Raises, and holds nothing, unless all are known, sound and fit together."""
+        self._require(adapters)
         versions = [use.version for use in adapters]
+        if versions:
+            self._residency.require_room(versions)
         for version in versions:
+            self._residency.hold(version)
+
+    def _require(self, adapters: Sequence[AdapterUse]) -> None:
+        for version, *_ in adapters:
             if not self._residency.knows(version) or version in self._dropping:
                 raise AdapterNotFound(f"adapter version {version[:12]} is not loaded")
             failure = self._residency.failure(version)
             if failure is not None:
                 raise failure
-        if versions:
-            self._residency.require_room(versions)
-        for version in versions:
-            self._residency.hold(version)
 
     def unhold(self, adapters: Sequence[AdapterUse]) -> None:
         """The request has ended."""

@@ -19,9 +19,11 @@ from loraserve.errors import ConfigError
 from loraserve.kernels.dispatch import select_ops
 from loraserve.kvcache.manager import CacheManager
 from loraserve.kvcache.pool import KVCache
+from loraserve.lora.affine import BaseWeights
 from loraserve.lora.pool import LoraPool
 from loraserve.lora.residency import AdapterResidency
 from loraserve.lora.spec import BaseGeometry, TargetGeometry
+from loraserve.models.base_rows import CheckpointRows
 from loraserve.models.config import ModelShape, load_shape
 from loraserve.models.demo import prepare_demo_model
 from loraserve.models.loading import load_decoder, resolve_dtype, resolve_model_path
@@ -51,7 +53,7 @@ def resolve_device(requested: str) -> torch.device:
 def geometry_of(shape: ModelShape, folder: Path, names: tuple[str, ...]) -> BaseGeometry:
     """What the LoRA side must know of the base model, without torch and fit for a message."""
     targets = tuple(
-        TargetGeometry(str(target.kind), target.in_features, target.out_features, target.num_layers)
+        TargetGeometry(str(target.kind), target.in_features, target.out_features, target.num_layers, target.has_bias)
         for target in shape.lora_targets()
     )
     return BaseGeometry(targets=targets, names=names, tied_head=shape.tie_word_embeddings, folder=str(folder))
@@ -78,7 +80,8 @@ def build_engine(config: EngineConfig, watch: LogitsWatch | None = None) -> Engi
     plan = plan_memory(config, device, per_token, max_context)
     kv = KVCache(shape.num_layers, plan.kv_tokens, shape.num_kv_heads, shape.head_dim, dtype, device)
     cache = CacheManager(config.cache, plan.kv_tokens, config.scheduler.max_running, max_context)
-    residency = _residency(config, shape, dtype, device, plan)
+    base = CheckpointRows(path, shape, dtype)
+    residency = _residency(config, shape, dtype, device, plan, base)
     geometry = geometry_of(shape, path, _base_names(config, path))
     scheduler = Scheduler(config.scheduler, cache, residency, adapter_wait_limit_s=config.lora.adapter_wait_limit_s)
     # KV computed with weights that are gone would never be asked for again; its pages are worth more free.
@@ -119,7 +122,12 @@ def build_engine(config: EngineConfig, watch: LogitsWatch | None = None) -> Engi
 
 
 def _residency(
-    config: EngineConfig, shape: ModelShape, dtype: torch.dtype, device: torch.device, plan: MemoryPlan
+    config: EngineConfig,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    plan: MemoryPlan,
+    base: BaseWeights,
 ) -> AdapterResidency:
     pool = LoraPool(
         shape.lora_targets(),
@@ -130,7 +138,7 @@ def _residency(
         dtype=dtype,
         device=device,
     )
-    return AdapterResidency(pool, host_capacity_bytes=plan.host_lora_bytes)
+    return AdapterResidency(pool, host_capacity_bytes=plan.host_lora_bytes, base=base)
 
 
 def _base_names(config: EngineConfig, path: Path) -> tuple[str, ...]:

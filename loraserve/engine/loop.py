@@ -26,7 +26,7 @@ from loraserve.engine.runner import ModelRunner, StepOutput
 from loraserve.engine.sampler import Logprobs
 from loraserve.errors import InvalidToken, LoraserveError, NonFiniteLogits, RequestAborted
 from loraserve.scheduler.batch import ScheduleBatch
-from loraserve.scheduler.request import FinishReason, Request, namespace_of
+from loraserve.scheduler.request import AdapterUse, FinishReason, Request, namespace_of
 from loraserve.scheduler.scheduler import Scheduler
 from loraserve.scheduler.stats import RequestEvent
 
@@ -94,6 +94,11 @@ class EngineLoop:
 
     def add(self, message: AddRequest) -> None:
         """Take a request; what cannot be taken ends at once with its error."""
+        try:
+            adapters = self._adapters.activate(message.adapters, message.prompt)
+        except LoraserveError as error:
+            self._outputs.append(_failed(message.id, error))
+            return
         now = time.monotonic()
         params = message.params
         if params.seed is None:
@@ -102,8 +107,8 @@ class EngineLoop:
             id=message.id,
             prompt=message.prompt,
             params=params,
-            adapters=tuple(message.adapters),
-            namespace=self._namespace(message),
+            adapters=adapters,
+            namespace=self._namespace(message, adapters),
             tenant=message.tenant,
             priority=message.priority,
             arrival=now,
@@ -128,13 +133,13 @@ class EngineLoop:
         if prompt and not (min(prompt) >= 0 and max(prompt) < self._vocab_size):
             raise InvalidToken(f"token ids must be from 0 to {self._vocab_size - 1}", param="prompt")
 
-    def _namespace(self, message: AddRequest) -> str:
+    def _namespace(self, message: AddRequest, adapters: tuple[AdapterUse, ...]) -> str:
         salt = message.cache_salt or ""
         limit = self._shareable_context
         if limit is not None and len(message.prompt) + message.params.max_tokens > limit:
             # The rotary frequencies depend on this request's own length: its KV is of no use to any other.
             salt += f"\0{message.id}"
-        return namespace_of(tuple(message.adapters), salt)
+        return namespace_of(adapters, salt)
 
     def abort(self, request_id: str, error: LoraserveError | None = None) -> bool:
         """End a request; with `error` its terminal output carries it."""

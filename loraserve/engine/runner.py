@@ -68,6 +68,7 @@ class ModelRunner:
     def prepare(self, batch: ModelWorkerBatch) -> ForwardBatch:
         """Put a step's arrays on the device."""
         slots = [[(self._residency.slot(use.version), use.scale) for use in adapters] for adapters in batch.adapters]
+        affine = self._residency.tables.affine_slots
         sampled = np.flatnonzero(batch.sample)
         last = (batch.q_indptr[1:] - 1)[sampled].astype(np.int64)
         logits_indptr = np.arange(len(sampled) + 1, dtype=np.int32)
@@ -78,8 +79,8 @@ class ModelRunner:
             context_lens=self._tensor(batch.context_lens),
             attention=self._attention(batch),
             logits_rows=self._tensor(last),
-            lora=build_segments(slots, batch.q_indptr, self._device),
-            lora_logits=build_segments([slots[i] for i in sampled], logits_indptr, self._device),
+            lora=build_segments(slots, batch.q_indptr, self._device, affine, _skips(batch)),
+            lora_logits=build_segments([slots[i] for i in sampled], logits_indptr, self._device, affine),
         )
 
     def execute(self, batch: ModelWorkerBatch, forward: ForwardBatch) -> StepOutput:
@@ -178,12 +179,27 @@ class ModelRunner:
     ) -> list[Logprobs]:
         slots = [(self._residency.slot(use.version), use.scale) for use in batch.adapters[sequence]]
         indptr = np.array([0, hidden.shape[0]], dtype=np.int32)
-        segments = build_segments([slots], indptr, self._device)
+        segments = build_segments(
+            [slots], indptr, self._device, self._residency.tables.affine_slots, [_skips_of(batch, sequence, at)]
+        )
         logits = self._decoder.logits(hidden.contiguous(), self._residency.tables, segments)
         if self._watch is not None:
             self._watch(batch.requests[sequence].id, at, logits)
         tokens = batch.requests[sequence].prompt[at + 1 : at + 1 + hidden.shape[0]]
         return logprobs_of(logits, tokens, [count] * len(tokens))
+
+
+def _skips(batch: ModelWorkerBatch) -> list[list[int]] | None:
+    """How many tokens of each sequence of the step each of its adapters leaves alone; None if all apply to all."""
+    if all(use.start == 0 for adapters in batch.adapters for use in adapters):
+        return None
+    firsts = batch.positions[batch.q_indptr[:-1]].tolist()
+    return [_skips_of(batch, i, first) for i, first in enumerate(firsts)]
+
+
+def _skips_of(batch: ModelWorkerBatch, sequence: int, first: int) -> list[int]:
+    """The same for one sequence, of which the token at position `first` is the first."""
+    return [max(0, use.start - first) for use in batch.adapters[sequence]]
 
 
 def _sampling_row(request: Request) -> SamplingRow:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loraserve.kernels import cpu_attention, cpu_linear, cpu_lora_plan, cpu_pointwise
+from loraserve.kernels import cpu_affine, cpu_attention, cpu_linear, cpu_lora_plan, cpu_pointwise
 from loraserve.kernels.metadata import AttentionBatch, LoraSegments, LoraTarget
 from loraserve.kernels.ops import PackedLinear
 from loraserve.kernels.reference import ReferenceOps, unknown_activation
@@ -33,7 +33,8 @@ class _LoraStep:
     segments: LoraSegments
     step: cpu_lora_plan.StepPlan
     groups: dict[tuple[int, ...], cpu_lora_plan.GroupPlan] = field(default_factory=dict)
-    targets: list[LoraTarget] = field(default_factory=list)  # keeps the ids in `groups` from being reused
+    affine: dict[tuple[int, ...], cpu_affine.AffinePlan | None] = field(default_factory=dict)
+    targets: list[LoraTarget] = field(default_factory=list)  # keeps the ids in `groups`, `affine` from being reused
 
 
 @dataclass(slots=True)
@@ -173,6 +174,18 @@ class CpuOps:
         for group in _same_pool(targets):
             cpu_lora_plan.apply(y, x, self._group_plan(group, segments), layer, self.workers)
 
+    def lora_affine(self, y: Tensor, targets: tuple[LoraTarget, ...], layer: int, segments: LoraSegments) -> None:
+        """y: [n, out of the fused projection], in place. Semantics: see the reference."""
+        if not targets:
+            return
+        if not _is_plain(y, *[target.storage for target in targets]):
+            self._reference.lora_affine(y, targets, layer, segments)
+            return
+        for group in _same_pool(targets):
+            plan = self._affine_plan(group, segments)
+            if plan is not None:
+                cpu_affine.apply(y, plan, layer, self.workers)
+
     def lora_embed(self, y: Tensor, ids: Tensor, target: LoraTarget, segments: LoraSegments) -> None:
         """y: [n, hidden], in place; ids: [n] token ids. Semantics: see the reference."""
         if not (_is_plain(y, target.storage) and ids.is_contiguous()):
@@ -183,16 +196,28 @@ class CpuOps:
         cpu_lora_plan.embed(y, ids, cpu_lora_plan.plan_group((target,), step, allow_gemm=False))
 
     def _group_plan(self, targets: tuple[LoraTarget, ...], segments: LoraSegments) -> cpu_lora_plan.GroupPlan:
-        cached = next((entry for entry in self._lora if entry.segments is segments), None)
-        if cached is None:
-            cached = _LoraStep(segments, cpu_lora_plan.plan_step(segments))
-            self._lora = [cached, *self._lora[:1]]
+        cached = self._lora_step(segments)
         key = tuple(map(id, targets))
         plan = cached.groups.get(key)
         if plan is None:
             plan = cached.groups[key] = cpu_lora_plan.plan_group(targets, cached.step)
             cached.targets += targets
         return plan
+
+    def _affine_plan(self, targets: tuple[LoraTarget, ...], segments: LoraSegments) -> cpu_affine.AffinePlan | None:
+        cached = self._lora_step(segments)
+        key = tuple(map(id, targets))
+        if key not in cached.affine:
+            cached.affine[key] = cpu_affine.plan_affine(targets, cached.step)
+            cached.targets += targets
+        return cached.affine[key]
+
+    def _lora_step(self, segments: LoraSegments) -> _LoraStep:
+        cached = next((entry for entry in self._lora if entry.segments is segments), None)
+        if cached is None:
+            cached = _LoraStep(segments, cpu_lora_plan.plan_step(segments))
+            self._lora = [cached, *self._lora[:1]]
+        return cached
 
     def warm_up(self) -> None:
         """Compile every kernel now (or load it from Numba's cache), so that no request waits for it."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from loraserve.kernels import cpu_attention, cpu_lora_plan, cpu_pointwise
+from loraserve.kernels import cpu_affine, cpu_attention, cpu_lora_plan, cpu_pointwise
 from loraserve.kernels.metadata import AttentionBatch, LoraSegments, LoraTarget
 from loraserve.kernels.reference import ACTIVATIONS
 
@@ -63,6 +63,7 @@ def _lora(ops: CpuOps) -> None:
         page_rows=page_rows,
         in_features=width,
         out_features=width,
+        affine=torch.ones((1, 1), dtype=torch.bool),
     )
     segments = LoraSegments(
         tokens=torch.zeros(1, dtype=torch.int32),
@@ -79,6 +80,11 @@ def _lora(ops: CpuOps) -> None:
     plan = cpu_lora_plan.plan_group((target,), step)
     for by_unit in (True, False):
         cpu_lora_plan.run_parallel(y, x, plan, 0, by_unit, ops.workers)
+    ops.lora_affine(y, (target,), 0, segments)
+    affine = cpu_affine.plan_affine((target,), step)
+    assert affine is not None
+    arrays = (y.numpy(), y.numpy(), affine.storage, step.tokens, step.weights, step.segment, affine.rows, affine.widths)
+    cpu_affine.affine_parallel(*arrays, 0, ops.workers)
 
 
 def _parallel_pointwise(workers: int) -> None:

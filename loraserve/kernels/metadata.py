@@ -56,6 +56,7 @@ class LoraSegments:
     slots: Tensor  # [num_segments] int32, -1 is a no-op
     indptr: Tensor  # [num_segments + 1] int32
     max_segment: int  # largest number of triples in one segment, known on the host
+    affine: bool = True  # False: the host knows that no slot has gain and shift rows, so `lora_affine` is not needed
 
 
 class LoraTargetShape(NamedTuple):
@@ -66,6 +67,7 @@ class LoraTargetShape(NamedTuple):
     out_features: int
     out_offset: int  # first column of the fused output
     num_layers: int
+    has_bias: bool = False  # of the base's projection
 
 
 @dataclass(slots=True)
@@ -77,6 +79,9 @@ class LoraTarget:
     `out_features` elements, likewise from `b_pages`. The adapter's scaling
     is already in B. Rows at or past `ranks[layer, slot]` are not to be read. Slots that do not target this kind have
     rank 0. Layer-less kinds (embed, lm_head) have one layer.
+
+    Where `affine[layer, slot]` is set, two more rows follow those of B: row `rank` is the gain and row `rank + 1` the
+    shift that `lora_affine` applies to the base's output. A slot may have these with rank 0.
     """
 
     storage: Tensor  # [num_elements], the whole pool, in the pool's dtype
@@ -87,6 +92,7 @@ class LoraTarget:
     in_features: int
     out_features: int
     out_offset: int = 0  # first column of the fused output that this projection writes
+    affine: Tensor | None = None  # [num_layers, num_slots] bool; None: no slot has had gain and shift rows yet
 
 
 @dataclass(slots=True)
@@ -94,6 +100,7 @@ class LoraTables:
     """Every kind's target, and the groups that share one input (fused outputs, columns side by side)."""
 
     targets: dict[Kind, LoraTarget] = field(default_factory=dict)
+    affine_slots: set[int] = field(default_factory=set)  # slots with gain and shift rows of any kind
 
     def group(self, *kinds: Kind) -> tuple[LoraTarget, ...]:
         """Targets of `kinds` that any slot uses at all, in order."""

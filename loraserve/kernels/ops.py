@@ -92,3 +92,11 @@ class Ops(Protocol):
     def lora_embed(self, y: Tensor, ids: Tensor, target: LoraTarget, segments: LoraSegments) -> None:
         """For each segment: `y[T] += w[:, None] * A[:, ids[T]].T @ B`; A rows are vocabulary-wide. y: [n, hidden]."""
         ...
+
+    def lora_affine(self, y: Tensor, targets: tuple[LoraTarget, ...], layer: int, segments: LoraSegments) -> None:
+        """For each segment and target with gain and shift: `y[T, cols] += w[:, None] * (y0[T, cols] * gain + shift)`.
+
+        y0 is y before the call, the base's output: call it before `lora_apply` or `lora_embed`. y: [n, out of the fused
+        projection], in place.
+        """
+        ...

@@ -176,6 +176,27 @@ class ReferenceOps:
                 summed = y[tokens, columns].float() + weights[:, None] * delta
                 y[tokens, columns] = summed.to(y.dtype)
 
+    def lora_affine(self, y: Tensor, targets: tuple[LoraTarget, ...], layer: int, segments: LoraSegments) -> None:
+        """Scale and shift the base's output in place, before the deltas come. y: [n, out of the fused projection].
+
+        Semantics, for each target and segment g = (slot, tokens T, weights w) with `affine[layer, slot]`, gain and
+        shift the two rows of B past the rank, y0 the y before the call:
+            y[T, out_offset : out_offset + out_features] += w[:, None] · (y0[T, same columns] * gain + shift)
+            slot −1, empty segments and slots without the two rows change nothing; each segment's sum is in float32.
+        """
+        before: Tensor | None = None
+        for slot, tokens, weights in iter_segments(segments):
+            for target in targets:
+                rows = slot_affine(target, layer, slot)
+                if rows is None:
+                    continue
+                if before is None:
+                    before = y.clone()
+                gain, shift = rows.float()
+                columns = slice(target.out_offset, target.out_offset + target.out_features)
+                delta = before[tokens, columns].float() * gain + shift
+                y[tokens, columns] = (y[tokens, columns].float() + weights[:, None] * delta).to(y.dtype)
+
     def lora_embed(self, y: Tensor, ids: Tensor, target: LoraTarget, segments: LoraSegments) -> None:
         """Add the adapters' embedding deltas to y in place. y: [n, hidden]; ids: [n] token ids < in_features.
 
@@ -220,6 +241,16 @@ def slot_factors(target: LoraTarget, layer: int, slot: int) -> tuple[Tensor, Ten
         _gather_rows(target.storage, a, rank, target.page_rows, target.in_features),
         _gather_rows(target.storage, b, rank, target.page_rows, target.out_features),
     )
+
+
+def slot_affine(target: LoraTarget, layer: int, slot: int) -> Tensor | None:
+    """Gain and shift of one slot, [2, out], or None if it has none."""
+    if target.affine is None or not bool(target.affine[layer, slot]):
+        return None
+    rank = int(target.ranks[layer, slot])
+    num_pages = -(-(rank + 2) // target.page_rows)
+    pages = target.b_pages[layer, slot, :num_pages].tolist()
+    return _gather_rows(target.storage, pages, rank + 2, target.page_rows, target.out_features)[rank:]
 
 
 def _gather_rows(storage: Tensor, pages: list[int], rank: int, page_rows: int, width: int) -> Tensor:

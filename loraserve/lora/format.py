@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loraserve.errors import AdapterFault, AdapterRefused
@@ -18,11 +18,21 @@ from loraserve.lora.base_copies import is_unchanged_copy
 from loraserve.lora.container import TensorReader
 from loraserve.lora.files import AdapterFolder
 from loraserve.lora.mlx_config import MlxConfig, parse_mlx_config, refuse_mlx_features
-from loraserve.lora.naming import NamedTensors, name_tensors, require_consistent
+from loraserve.lora.naming import Halves, NamedTensors, name_tensors, require_consistent
 from loraserve.lora.peft_config import PeftConfig, parse_peft_config, refuse_features, refuse_heads
-from loraserve.lora.spec import DTYPE_BYTES, KINDS, AdapterSpec, BaseGeometry, TargetSpec, TensorRef
+from loraserve.lora.spec import (
+    DTYPE_BYTES,
+    FUSED,
+    KINDS,
+    AdapterSpec,
+    BaseGeometry,
+    TargetGeometry,
+    TargetSpec,
+    TensorRef,
+)
 from loraserve.lora.strict_json import show
 
+_ORDER = (*KINDS, *FUSED)
 _ZERO_HINT = "was it saved from ZeRO-3 or FSDP without gathering the weights?"
 
 
@@ -31,10 +41,34 @@ class _Pair:
     kind: str
     layer: int
     module: str  # as the file spells it
-    a: TensorRef
-    b: TensorRef
+    a: TensorRef | None  # A and B are both None if only the module's bias was trained; the rank is 0 then
+    b: TensorRef | None
     rank: int
     scaling: float
+    magnitude: TensorRef | None
+    lora_bias: TensorRef | None
+    bias: TensorRef | None
+
+    @property
+    def factors(self) -> tuple[TensorRef, ...]:
+        return () if self.a is None or self.b is None else (self.a, self.b)
+
+    @property
+    def vectors(self) -> tuple[TensorRef, ...]:
+        return tuple(ref for ref in (self.magnitude, self.lora_bias, self.bias) if ref is not None)
+
+    def target(self) -> TargetSpec:
+        return TargetSpec(
+            self.kind,
+            self.layer,
+            self.rank,
+            self.scaling,
+            self.a,
+            self.b,
+            magnitude=self.magnitude,
+            lora_bias=self.lora_bias,
+            bias=self.bias,
+        )
 
 
 def parse_adapter(folder: Path | AdapterFolder, geometry: BaseGeometry | None, max_rank: int) -> AdapterSpec:
@@ -54,15 +88,20 @@ def parse_adapter(folder: Path | AdapterFolder, geometry: BaseGeometry | None, m
     _check_ranks(pairs, max_rank)
     if geometry is not None:
         _check_shapes(pairs, geometry)
+    has_fused = any(pair.kind in FUSED for pair in pairs)
+    pairs = _split(pairs, geometry)
     copied = _check_base_copies(place, named, geometry)
     features = config.features if isinstance(config, PeftConfig) else ("mlx-lm",)
+    features += ("fused",) if has_fused else ()
+    features += ("bias",) if any(pair.bias is not None for pair in pairs) else ()
     features += tuple(kind for kind in ("embed", "lm_head") if any(pair.kind == kind for pair in pairs)) + copied
     return AdapterSpec(
-        targets=tuple(TargetSpec(pair.kind, pair.layer, pair.rank, pair.scaling, pair.a, pair.b) for pair in pairs),
+        targets=tuple(pair.target() for pair in pairs),
         features=features + (("sharded",) if len(files.weights) > 1 else ()),
         warnings=_warnings(config, named, geometry),
         base_model_name=config.base_model_name,
         files=files.weights,
+        invocation=_invocation(config, pairs, geometry),
     )
 
 
@@ -76,11 +115,18 @@ def content_version(spec: AdapterSpec, folder: Path | AdapterFolder) -> str:
         for target in spec.targets:
             record: list[object] = [target.module, target.rank, float(target.scaling).hex()]
             for ref in (target.a, target.b):
-                record.append([ref.dtype, *ref.shape] + (["transposed"] if ref.transposed else []))
+                if ref is not None:
+                    record.append([ref.dtype, *ref.shape] + (["transposed"] if ref.transposed else []))
+            for part in ("magnitude", "lora_bias", "bias"):
+                vector: TensorRef | None = getattr(target, part)
+                if vector is not None:
+                    record.append([part, vector.dtype, *vector.shape])
             digest.update(json.dumps(record).encode() + b"\n")
-            for ref in (target.a, target.b):
+            for ref in target.refs:
                 for piece in reader.chunks(ref):
                     digest.update(piece)
+    if spec.invocation:
+        digest.update(json.dumps(["invocation", *spec.invocation]).encode() + b"\n")
     return digest.hexdigest()
 
 
@@ -95,6 +141,22 @@ def _read_config(files: AdapterFiles) -> PeftConfig | MlxConfig:
     return config
 
 
+def _invocation(config: PeftConfig | MlxConfig, pairs: list[_Pair], geometry: BaseGeometry | None) -> tuple[int, ...]:
+    if not isinstance(config, PeftConfig) or not config.invocation:
+        return ()
+    if any(pair.kind == "embed" for pair in pairs):
+        raise AdapterRefused(
+            AdapterFault.UNSUPPORTED_VARIANT, "aLoRA on embed_tokens is not supported, nor is it by PEFT"
+        )
+    embed = None if geometry is None else geometry.target("embed")
+    if min(config.invocation) < 0 or (embed is not None and max(config.invocation) >= embed.in_features):
+        raise AdapterRefused(
+            AdapterFault.INVALID_CONFIG,
+            "alora_invocation_tokens has ids that are not in the base model's vocabulary",
+        )
+    return config.invocation
+
+
 def _refuse_dtypes(tensors: tuple[TensorRef, ...]) -> None:
     for ref in tensors:
         if ref.dtype not in DTYPE_BYTES:
@@ -106,19 +168,39 @@ def _refuse_dtypes(tensors: tuple[TensorRef, ...]) -> None:
 
 def _pair(named: NamedTensors, config: PeftConfig | MlxConfig) -> list[_Pair]:
     pairs = []
-    for place, halves in sorted(named.lora.items(), key=lambda item: (item[0].layer, KINDS.index(item[0].kind))):
-        if halves.a is None or halves.b is None:
-            have, lack = ("A", "B") if halves.b is None else ("B", "A")
+    for place, parts in named.lora.items():
+        only_bias = parts.bias is not None and all(
+            ref is None for ref in (parts.a, parts.b, parts.magnitude, parts.lora_bias)
+        )
+        if not only_bias:
+            _require_parts(parts, place.kind, config)
+        rank, scaling = (0, 1.0) if only_bias else config.scaling_of(parts.module)
+        pairs.append(
+            _Pair(*place, parts.module, parts.a, parts.b, rank, scaling, parts.magnitude, parts.lora_bias, parts.bias)
+        )
+    return sorted(pairs, key=lambda pair: (pair.layer, _ORDER.index(pair.kind)))
+
+
+def _require_parts(parts: Halves, kind: str, config: PeftConfig | MlxConfig) -> None:
+    """A module's tensors must be complete: A and B, and what the config says that every module has."""
+    wanted: dict[str, TensorRef | None] = {"lora_A": parts.a, "lora_B": parts.b}
+    if isinstance(config, PeftConfig):
+        if config.uses_dora:
+            wanted["lora_magnitude_vector"] = parts.magnitude
+        if config.uses_lora_bias:
+            wanted["lora_B.bias"] = parts.lora_bias
+    have = [name for name, ref in wanted.items() if ref is not None]
+    for name, ref in wanted.items():
+        if ref is None:
             raise AdapterRefused(
-                AdapterFault.MISSING_TENSORS, f"module {show(halves.module)} has lora_{have} but no lora_{lack}"
+                AdapterFault.MISSING_TENSORS,
+                f"module {show(parts.module)} has {' and '.join(have) or 'other tensors'} but no {name}",
             )
-        pairs.append(_Pair(*place, halves.module, halves.a, halves.b, *config.scaling_of(halves.module)))
-    return pairs
 
 
 def _check_ranks(pairs: list[_Pair], max_rank: int) -> None:
     for pair in pairs:
-        for ref in (pair.a, pair.b):
+        for ref in pair.factors:
             if len(ref.shape) < 2 or 0 in ref.shape:
                 raise AdapterRefused(
                     AdapterFault.ZERO_SIZE, f"tensor {show(ref.name)} has shape {list(ref.shape)}: {_ZERO_HINT}"
@@ -127,7 +209,18 @@ def _check_ranks(pairs: list[_Pair], max_rank: int) -> None:
                 raise AdapterRefused(
                     AdapterFault.SHAPE_MISMATCH, f"tensor {show(ref.name)} has shape {list(ref.shape)}, not 2 sizes"
                 )
+        for ref in pair.vectors:
+            if ref.shape in ((), (0,)):
+                raise AdapterRefused(
+                    AdapterFault.ZERO_SIZE, f"tensor {show(ref.name)} has shape {list(ref.shape)}: {_ZERO_HINT}"
+                )
+            if len(ref.shape) > 1:
+                raise AdapterRefused(
+                    AdapterFault.SHAPE_MISMATCH, f"tensor {show(ref.name)} has shape {list(ref.shape)}, not 1 size"
+                )
     for pair in pairs:
+        if pair.a is None or pair.b is None:
+            continue
         if pair.a.shape[0] != pair.rank or pair.b.shape[1] != pair.rank:
             raise AdapterRefused(
                 AdapterFault.RANK_MISMATCH,
@@ -145,16 +238,81 @@ def _check_ranks(pairs: list[_Pair], max_rank: int) -> None:
 
 def _check_shapes(pairs: list[_Pair], geometry: BaseGeometry) -> None:
     for pair in pairs:
-        target = geometry.target(pair.kind)
-        assert target is not None
-        expected = ((pair.rank, target.in_features), (target.out_features, pair.rank))
-        if (pair.a.shape, pair.b.shape) != expected:
-            hint = "; was its vocabulary resized?" if pair.kind in ("embed", "lm_head") else ""
+        target = _geometry_of(pair.kind, geometry)
+        if pair.a is not None and pair.b is not None:
+            expected = ((pair.rank, target.in_features), (target.out_features, pair.rank))
+            if (pair.a.shape, pair.b.shape) != expected:
+                hint = "; was its vocabulary resized?" if pair.kind in ("embed", "lm_head") else ""
+                raise AdapterRefused(
+                    AdapterFault.SHAPE_MISMATCH,
+                    f"module {show(pair.module)} has lora_A {list(pair.a.shape)} and lora_B {list(pair.b.shape)}, this "
+                    f"base model needs {list(expected[0])} and {list(expected[1])}: it was trained on another "
+                    f"base{hint}",
+                )
+        for ref in pair.vectors:
+            if ref.shape != (target.out_features,):
+                raise AdapterRefused(
+                    AdapterFault.SHAPE_MISMATCH,
+                    f"{show(ref.name)} has shape {list(ref.shape)}, this base model needs [{target.out_features}]: it "
+                    "was trained on another base",
+                )
+        if pair.bias is not None and not target.has_bias:
             raise AdapterRefused(
-                AdapterFault.SHAPE_MISMATCH,
-                f"module {show(pair.module)} has lora_A {list(pair.a.shape)} and lora_B {list(pair.b.shape)}, this "
-                f"base model needs {list(expected[0])} and {list(expected[1])}: it was trained on another base{hint}",
+                AdapterFault.UNKNOWN_TENSOR,
+                f"{show(pair.bias.name)} replaces a bias, but the base model's {pair.kind} has none",
             )
+
+
+def _geometry_of(kind: str, geometry: BaseGeometry) -> TargetGeometry:
+    """A module's sizes; a fused one has the outputs of all its parts."""
+    parts = [geometry.target(part) for part in FUSED.get(kind, (kind,))]
+    known = [part for part in parts if part is not None]
+    assert len(known) == len(parts)
+    return replace(
+        known[0],
+        kind=kind,
+        out_features=sum(part.out_features for part in known),
+        has_bias=all(part.has_bias for part in known),
+    )
+
+
+def _split(pairs: list[_Pair], geometry: BaseGeometry | None) -> list[_Pair]:
+    """Fused modules become their parts, which share A and have their own rows of all else."""
+    found: dict[tuple[int, str], _Pair] = {}
+    for pair in pairs:
+        for part in _parts_of(pair, geometry) if pair.kind in FUSED else [pair]:
+            if (part.layer, part.kind) in found:
+                other = found[part.layer, part.kind].module
+                raise AdapterRefused(
+                    AdapterFault.UNKNOWN_TENSOR,
+                    f"{show(pair.module)} and {show(other)} are one and the same module, here split and there fused",
+                )
+            found[part.layer, part.kind] = part
+    return sorted(found.values(), key=lambda pair: (pair.layer, KINDS.index(pair.kind)))
+
+
+def _parts_of(pair: _Pair, geometry: BaseGeometry | None) -> list[_Pair]:
+    if geometry is None:
+        raise AdapterRefused(
+            AdapterFault.UNKNOWN_MODULE,
+            f"{show(pair.module)} holds several modules as one, which the base model's sizes must tell apart: name the "
+            "base model",
+        )
+    if pair.b is not None and pair.b.transposed:
+        raise AdapterRefused(
+            AdapterFault.UNSUPPORTED_VARIANT, f"{show(pair.module)}: fused modules in mlx-lm's format are not supported"
+        )
+    parts: list[_Pair] = []
+    begin = 0
+    for kind in FUSED[pair.kind]:
+        count = _geometry_of(kind, geometry).out_features
+        b, magnitude, lora_bias, bias = (
+            None if ref is None else ref.rows(begin, count)
+            for ref in (pair.b, pair.magnitude, pair.lora_bias, pair.bias)
+        )
+        parts.append(replace(pair, kind=kind, b=b, magnitude=magnitude, lora_bias=lora_bias, bias=bias))
+        begin += count
+    return parts
 
 
 def _check_base_copies(folder: AdapterFolder, named: NamedTensors, geometry: BaseGeometry | None) -> tuple[str, ...]:

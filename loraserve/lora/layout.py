@@ -22,6 +22,8 @@ class RankedTarget(Protocol):
     def layer(self) -> int: ...
     @property
     def rank(self) -> int: ...
+    @property
+    def extra_rows(self) -> int: ...  # of B's side
 
 
 class RankedAdapter(Protocol):
@@ -83,9 +85,10 @@ class PoolLayout:
         for adapter in adapters:
             for target in adapter.targets:
                 kind = self._check(target)
-                for side in self._sides[kind]:
-                    needed[side.page] += side.num_pages(target.rank)
-        return dict(needed)
+                a, b = self._sides[kind]
+                needed[a.page] += a.num_pages(target.rank)
+                needed[b.page] += b.num_pages(target.rank + target.extra_rows)
+        return {size: count for size, count in needed.items() if count}
 
     def entries(self, kind: Kind, side: Side, pages: list[int], rank: int) -> list[int]:
         """Table entries (element offsets, one per `table_rows(kind)` rows) of `rank` rows that lie in `pages`."""
@@ -103,7 +106,7 @@ class PoolLayout:
         if not 0 <= target.layer < layers:
             text = f"{kind} of layer {target.layer} does not exist; the base model has {layers}"
             raise AdapterRefused(AdapterFault.UNKNOWN_MODULE, text)
-        if target.rank < 1:
+        if target.rank + target.extra_rows < 1:
             raise AdapterRefused(AdapterFault.ZERO_SIZE, f"{kind} of layer {target.layer} has rank {target.rank}")
         if target.rank > self.max_rank:
             text = f"{kind} of layer {target.layer} has rank {target.rank}; the largest rank served is {self.max_rank}"

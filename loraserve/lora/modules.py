@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from loraserve.lora.spec import LAYERLESS, MODULE_PATHS, BaseGeometry
+from loraserve.lora.spec import FUSED, LAYERLESS, MODULE_PATHS, BaseGeometry
 
 # The text model of a multimodal class lies deeper; the decoder served here is that text model.
 _PREFIXES: tuple[tuple[str, str], ...] = (
@@ -17,6 +17,7 @@ _IN_LAYER = re.compile(r"(model\.layers)\.([0-9]+)\.(.+)", re.ASCII)
 _LAYERED = {
     path.split("{layer}.")[1]: kind for kind, path in MODULE_PATHS.items() if kind not in LAYERLESS
 }  # "self_attn.q_proj" → "q"
+_LAYERED |= {"self_attn.qkv_proj": "qkv", "mlp.gate_up_proj": "gate_up"}
 _FIXED = {MODULE_PATHS[kind]: kind for kind in LAYERLESS}
 _MAX_LAYER_DIGITS = 6
 
@@ -24,7 +25,7 @@ _MAX_LAYER_DIGITS = 6
 class Place(NamedTuple):
     """A module of the base that an adapter may change."""
 
-    kind: str
+    kind: str  # also a key of FUSED: several kinds' modules as one
     layer: int
 
 
@@ -43,7 +44,10 @@ def canonical_path(module: str) -> str:
 
 
 def place_of(module: str, geometry: BaseGeometry | None) -> Place | Misplaced:
-    """Where the module lies in the base; without a geometry every layer exists."""
+    """Where the module lies in the base; without a geometry every layer exists.
+
+    A fused module has its place in every base: served are its parts, however the checkpoint stores them.
+    """
     path = canonical_path(module)
     kind, layer = _FIXED.get(path), 0
     if kind is None:
@@ -56,7 +60,7 @@ def place_of(module: str, geometry: BaseGeometry | None) -> Place | Misplaced:
         layer = int(match[2])
     if geometry is None:
         return Place(kind, layer)
-    target = geometry.target(kind)
+    target = geometry.target(FUSED[kind][0] if kind in FUSED else kind)
     if target is None:
         return Misplaced("the base model has no such module")
     if layer >= target.num_layers:

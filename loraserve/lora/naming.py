@@ -18,11 +18,14 @@ _VOCABULARY_MODULES = {"model.embed_tokens": "embed", "lm_head": "lm_head"}
 
 @dataclass(slots=True)
 class Halves:
-    """The A and B found for one module."""
+    """The A and B found for one module, and what a variant adds to them."""
 
     module: str  # as the file spells it, which is what patterns match
     a: TensorRef | None = None
     b: TensorRef | None = None
+    magnitude: TensorRef | None = None
+    lora_bias: TensorRef | None = None
+    bias: TensorRef | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,12 @@ class NamedTensors:
     others: list[tuple[TensorKey, TensorRef]] = field(default_factory=list)  # of variants that are not plain LoRA
 
 
-_OTHER_ROLES = frozenset({Role.MAGNITUDE, Role.LORA_BIAS, Role.BASE_BIAS, Role.BIAS, Role.TOKEN_ROWS})
+_VECTOR_ROLES = {
+    Role.MAGNITUDE: "magnitude",
+    Role.LORA_BIAS: "lora_bias",
+    Role.BASE_BIAS: "bias",
+    Role.BIAS: "bias",
+}
 
 
 def name_tensors(tensors: tuple[TensorRef, ...], layout: Layout, geometry: BaseGeometry | None) -> NamedTensors:
@@ -55,15 +63,17 @@ def name_tensors(tensors: tuple[TensorRef, ...], layout: Layout, geometry: BaseG
     lost_modules: list[tuple[str, str]] = []
     lost_tensors: list[str] = []
     for key, ref in zip(keys, tensors, strict=True):
-        if key.role in LORA_ROLES:
+        if key.role in LORA_ROLES or key.role in _VECTOR_ROLES:
             place = place_of(key.module, geometry)
             if isinstance(place, Misplaced):
                 lost_modules.append((ref.name, place.reason))
-            elif not _add_half(named, place, key, ref, layout):
+            elif not _add_part(named, place, key, ref, layout):
                 lost_tensors.append(ref.name)
+            elif key.role in _VECTOR_ROLES:
+                named.others.append((key, ref))
         elif key.role in (Role.BASE_WEIGHT, Role.WEIGHT) and canonical_path(key.module) in _VOCABULARY_MODULES:
             named.copies.append(BaseCopy(_VOCABULARY_MODULES[canonical_path(key.module)], ref))
-        elif key.role in _OTHER_ROLES:
+        elif key.role is Role.TOKEN_ROWS:
             named.others.append((key, ref))
         else:
             lost_tensors.append(ref.name)
@@ -81,21 +91,25 @@ def name_tensors(tensors: tuple[TensorRef, ...], layout: Layout, geometry: BaseG
 def require_consistent(config: PeftConfig, named: NamedTensors, geometry: BaseGeometry | None) -> None:
     """The config and the tensors must tell one story.
 
-    Raises `AdapterRefused`: `unsupported_variant` for tensors of biases that the config does announce,
-    `config_tensor_mismatch` for tensors that PEFT would leave out when it loads this config.
+    Raises `AdapterRefused`: `config_tensor_mismatch` for tensors that PEFT would leave out when it loads this config,
+    `unsupported_variant` for half of a pair of tied modules.
     """
+    announced = {
+        Role.MAGNITUDE: config.uses_dora,
+        Role.LORA_BIAS: config.uses_lora_bias,
+        Role.BASE_BIAS: config.bias != "none",
+        Role.BIAS: config.bias != "none",
+    }
     for key, ref in named.others:
-        if key.role in (Role.BIAS, Role.BASE_BIAS) and config.bias != "none":
+        if not announced.get(key.role, False):
             raise AdapterRefused(
-                AdapterFault.UNSUPPORTED_VARIANT,
-                f"{show(ref.name)} is a trained bias (bias: {config.bias}), which is not supported",
+                AdapterFault.CONFIG_TENSOR_MISMATCH,
+                f"{show(ref.name)} belongs to a variant that adapter_config.json does not turn on",
             )
-        raise AdapterRefused(
-            AdapterFault.CONFIG_TENSOR_MISMATCH,
-            f"{show(ref.name)} belongs to a variant that adapter_config.json does not turn on",
-        )
     targets, excluded = config.texts("target_modules"), config.texts("exclude_modules") or ()
     for place, halves in named.lora.items():
+        if halves.a is None and halves.b is None:
+            continue  # only its bias was trained, which `bias: all` does to modules that are not targeted
         paths = {halves.module, canonical_path(halves.module)}
         if targets is not None and not _covers(targets, paths):
             _contradicts(halves, "target_modules does not name it")
@@ -113,9 +127,12 @@ def require_consistent(config: PeftConfig, named: NamedTensors, geometry: BaseGe
         )
 
 
-def _add_half(named: NamedTensors, place: Place, key: TensorKey, ref: TensorRef, layout: Layout) -> bool:
-    """Put A or B in its place; False if the role does not fit the module or the place is taken."""
-    if layout is Layout.MLX:
+def _add_part(named: NamedTensors, place: Place, key: TensorKey, ref: TensorRef, layout: Layout) -> bool:
+    """Put a tensor in its place; False if the role does not fit the module or the place is taken."""
+    fitting: dict[Role, str]
+    if key.role in _VECTOR_ROLES:
+        fitting = {} if layout is Layout.MLX else _VECTOR_ROLES
+    elif layout is Layout.MLX:
         fitting = {Role.MLX_A: "a", Role.MLX_B: "b"}
         ref = TensorRef(ref.file, ref.name, ref.dtype, ref.shape[::-1], ref.begin, ref.end, transposed=True)
     elif place.kind == "embed":

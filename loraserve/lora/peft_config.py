@@ -49,7 +49,8 @@ FIELD_RULES: tuple[FieldRule, ...] = (
     FieldRule("exclude_modules", types.TEXT_OR_TEXTS, _C, "a list must not name modules that have tensors"),
     FieldRule("layers_to_transform", types.INT_OR_INTS, _C, "must not leave out layers that have tensors"),
     FieldRule("layers_pattern", types.TEXT_OR_TEXTS, _I, "picks modules at training"),
-    FieldRule("bias", types.TEXT, _C, "refused if the file holds bias tensors"),
+    FieldRule("alora_invocation_tokens", types.INTS, _H, "applied from their last occurrence in the prompt on"),
+    FieldRule("bias", types.TEXT, _H, "bias tensors replace the base's"),
     FieldRule("ensure_weight_tying", types.BOOL, _C, "embed_tokens and lm_head are taken as two adapters"),
     FieldRule("base_model_name_or_path", types.TEXT, _C, "a hint; shapes decide, a mismatch is a warning"),
     FieldRule("task_type", types.TEXT, _C, "unreliable; refused if the file holds a classification head"),
@@ -66,15 +67,14 @@ FIELD_RULES: tuple[FieldRule, ...] = (
     FieldRule("eva_config", types.OBJECT, _I, "read at initialisation only; the result is plain LoRA"),
     FieldRule("corda_config", types.OBJECT, _I, "read at initialisation only; init_lora_weights decides"),
     FieldRule("lora_ga_config", types.OBJECT, _I, "read at initialisation only; init_lora_weights decides"),
-    FieldRule("use_dora", types.BOOL, _R, "DoRA"),
-    FieldRule("lora_bias", types.BOOL, _R, "a bias on lora_B"),
+    FieldRule("use_dora", types.BOOL, _H, "rows of the adapted weight are brought to the trained magnitudes"),
+    FieldRule("lora_bias", types.BOOL, _H, "a bias on lora_B, scaled like it; not together with use_dora"),
     FieldRule("modules_to_save", types.TEXTS, _R, "fully trained modules"),
     FieldRule("trainable_token_indices", types.TOKEN_ROWS, _R, "trained token rows"),
     FieldRule("target_parameters", types.TEXTS, _R, "LoRA on bare parameters"),
     FieldRule("layer_replication", types.LIST, _R, "replicated layers"),
     FieldRule("use_qalora", types.BOOL, _R, "QA-LoRA"),
     FieldRule("use_bdlora", types.BOOL_OR_OBJECT, _R, "BD-LoRA"),
-    FieldRule("alora_invocation_tokens", types.INTS, _R, "activated LoRA (aLoRA)"),
     FieldRule("kasa_config", types.OBJECT, _R, "KaSA"),
     FieldRule("arrow_config", types.OBJECT, _R, "Arrow routing"),
     FieldRule("velora_config", types.OBJECT, _R, "VeLoRA"),
@@ -86,7 +86,7 @@ _RULES = {rule.name: rule for rule in FIELD_RULES}
 _BIAS_MODES = ("none", "all", "lora_only")
 _PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 # These ask for something even when they are empty: PEFT tests them with `is not None`.
-_SET_WHEN_EMPTY = frozenset({"alora_invocation_tokens", "kasa_config", "arrow_config", "velora_config"})
+_SET_WHEN_EMPTY = frozenset({"kasa_config", "arrow_config", "velora_config"})
 _SET_WHEN_EMPTY |= {"monteclora_config", "megatron_config"}
 HEAD_NAMES = frozenset({"score", "classifier", "classification_head", "qa_outputs", "v_head"})
 """Modules of models that classify instead of generate."""
@@ -145,6 +145,22 @@ class PeftConfig:
         return self.fields.get("ensure_weight_tying") is True
 
     @property
+    def invocation(self) -> tuple[int, ...]:
+        """aLoRA's token ids, from the last occurrence of which in the prompt on the adapter applies; else empty."""
+        value = self.fields.get("alora_invocation_tokens")
+        return tuple(value) if types.is_ints(value) else ()
+
+    @property
+    def uses_dora(self) -> bool:
+        """Whether every module has a magnitude."""
+        return self.fields.get("use_dora") is True
+
+    @property
+    def uses_lora_bias(self) -> bool:
+        """Whether every module's B has a bias."""
+        return self.fields.get("lora_bias") is True
+
+    @property
     def bias(self) -> str:
         """Which biases were trained: none, all or lora_only."""
         value = self.fields.get("bias")
@@ -158,6 +174,9 @@ class PeftConfig:
             "rank_pattern": bool(self.fields.get("rank_pattern")),
             "alpha_pattern": bool(self.fields.get("alpha_pattern")),
             "eva": self.fields.get("init_lora_weights") == "eva",
+            "dora": self.uses_dora,
+            "lora_bias": self.uses_lora_bias,
+            "alora": bool(self.invocation),
         }
         return tuple(name for name, is_used in used.items() if is_used)
 
@@ -206,6 +225,11 @@ def refuse_features(config: PeftConfig) -> None:
         if value is None or (is_empty(value) and name not in _SET_WHEN_EMPTY) or _is_head_only(name, value):
             continue
         raise AdapterRefused(AdapterFault.UNSUPPORTED_VARIANT, f"{name} asks for {rule.note}, which is not supported")
+    if config.uses_dora and config.uses_lora_bias:
+        raise AdapterRefused(
+            AdapterFault.UNSUPPORTED_VARIANT, "use_dora and lora_bias together are not supported, nor are they by PEFT"
+        )
+    _refuse_alora(config)
     init = config.fields.get("init_lora_weights")
     if isinstance(init, str) and init not in _PLAIN_INITS:
         raise AdapterRefused(
@@ -213,6 +237,21 @@ def refuse_features(config: PeftConfig) -> None:
             f"init_lora_weights is {show(init)}: such training changes the base weights or is unknown, so the tensors "
             "alone are not the trained model; save with path_initial_model_for_weight_conversion",
         )
+
+
+def _refuse_alora(config: PeftConfig) -> None:
+    name = "alora_invocation_tokens"
+    if config.fields.get(name) is None:
+        return
+    problem = None
+    if not config.invocation:
+        problem = "is empty, so nothing can invoke the adapter"
+    elif config.uses_dora:
+        problem = "together with use_dora is not supported, nor is it by PEFT"
+    elif config.bias != "none":
+        problem = "together with trained base biases is not supported: they apply before the invocation too"
+    if problem is not None:
+        raise AdapterRefused(AdapterFault.UNSUPPORTED_VARIANT, f"{name} {problem}")
 
 
 def refuse_heads(config: PeftConfig, names: tuple[str, ...]) -> None:

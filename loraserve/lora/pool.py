@@ -45,6 +45,7 @@ class _KindEntries:
     a: Offsets  # [num_layers, max_pages]
     b: Offsets
     ranks: np.ndarray  # [num_layers] int32
+    affine: np.ndarray  # [num_layers] bool
 
 
 @dataclass(slots=True)
@@ -182,7 +183,11 @@ class LoraPool:
             raise ValueError(f"slot {slot} is not in use")
         if held.written:
             for kind in held._entries:
-                self.tables.targets[kind].ranks[:, slot] = 0
+                target = self.tables.targets[kind]
+                target.ranks[:, slot] = 0
+                if target.affine is not None:
+                    target.affine[:, slot] = False
+            self.tables.affine_slots.discard(slot)
         held._runs = held._rest = None
         self._slabs.free(held.pages)
         heapq.heappush(self._free_slots, slot)
@@ -204,7 +209,10 @@ class LoraPool:
         visible = {slot for slot, held in self._held.items() if held.written}
         for target in self.tables.targets.values():
             seen = set(torch.nonzero(target.ranks.any(dim=0)).flatten().tolist())
+            if target.affine is not None:
+                seen |= set(torch.nonzero(target.affine.any(dim=0)).flatten().tolist())
             assert seen <= visible, f"slots {seen - visible} are visible without being written"
+        assert self.tables.affine_slots <= visible, "a slot that is free scales or shifts"
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -219,22 +227,26 @@ class LoraPool:
             if into is None:
                 into = held._entries[kind] = self._empty_entries(staged, kind)
             into.ranks[target.layer] = target.rank
+            into.affine[target.layer] = target.extra_rows > 0
             for side, matrix, table in zip(
                 self.layout.sides(kind), (target.a, target.b), (into.a, into.b), strict=True
             ):
-                at, count = cursor[side.page], side.num_pages(target.rank)
+                rows = matrix.shape[0]
+                if rows == 0:  # A of a module of which only the bias was trained
+                    continue
+                at, count = cursor[side.page], side.num_pages(rows)
                 cursor[side.page] = at + count
                 pages = starts[side.page][at : at + count]
-                entries = self.layout.entries(kind, side, pages, target.rank)
+                entries = self.layout.entries(kind, side, pages, rows)
                 table[target.layer, : len(entries)] = entries
                 yield from _runs(entries, matrix, self.layout.table_rows(kind))
 
     def _empty_entries(self, staged: StagedAdapter, kind: Kind) -> _KindEntries:
         layers = self.layout.shapes[kind].num_layers
-        rank = max(target.rank for target in staged.targets if target.kind == kind)
-        width = -(-rank // self.layout.table_rows(kind))
+        rows = max(target.rank + target.extra_rows for target in staged.targets if target.kind == kind)
+        width = -(-rows // self.layout.table_rows(kind))
         a, b = np.zeros((2, layers, width), np.int64)
-        return _KindEntries(a, b, np.zeros(layers, np.int32))
+        return _KindEntries(a, b, np.zeros(layers, np.int32), np.zeros(layers, np.bool_))
 
     def _publish(self, held: PoolReservation) -> None:
         for kind, entries in held._entries.items():
@@ -243,6 +255,11 @@ class LoraPool:
             target.a_pages[:, held.slot, :width] = torch.from_numpy(entries.a).to(self.device, non_blocking=True)
             target.b_pages[:, held.slot, :width] = torch.from_numpy(entries.b).to(self.device, non_blocking=True)
             target.ranks[:, held.slot] = torch.from_numpy(entries.ranks).to(self.device, non_blocking=True)
+            if entries.affine.any():
+                if target.affine is None:
+                    target.affine = torch.zeros_like(target.ranks, dtype=torch.bool)
+                target.affine[:, held.slot] = torch.from_numpy(entries.affine).to(self.device, non_blocking=True)
+                self.tables.affine_slots.add(held.slot)
         held.written = True
         held._runs = None
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from loraserve.config import format_bytes
 from loraserve.errors import AdapterFault, AdapterNotFound, AdapterRefused, BlendTooLarge, LoraserveError
 from loraserve.kernels.metadata import LoraTables
+from loraserve.lora.affine import BaseWeights
 from loraserve.lora.placement import DeviceTier
 from loraserve.lora.pool import LoraPool
 from loraserve.lora.spec import AdapterSpec
@@ -64,16 +65,14 @@ class AdapterResidency:
         num_loaders: int = 1,
         max_overtakes: int = 8,
         last_resort_s: float = 1.0,
+        base: BaseWeights | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
         self._clock = clock
+        pin = pool.device.type == "cuda"
         self._host = HostTier(
-            host_capacity_bytes,
-            pool.layout,
-            pool.dtype,
-            pin_memory=pool.device.type == "cuda",
-            num_threads=num_loaders,
+            host_capacity_bytes, pool.layout, pool.dtype, pin_memory=pin, num_threads=num_loaders, base=base
         )
         self._device = DeviceTier(pool, clock, max_overtakes, last_resort_s)
         self._entries: dict[str, AdapterEntry] = {}
@@ -123,6 +122,10 @@ class AdapterResidency:
         """Whether a version is registered and not on its way out."""
         entry = self._entries.get(version)
         return entry is not None and not entry.leaving
+
+    def spec(self, version: str) -> AdapterSpec:
+        """What a version is. Raises `AdapterNotFound`."""
+        return self._known(version).spec
 
     def set_pinned(self, version: str, pinned: bool) -> None:
         """Pin or unpin. A pinned version goes to the device by itself and is evicted only as the last resort."""
@@ -246,8 +249,8 @@ class AdapterResidency:
         self._collect()
         self._refetch()
         self._host.pump()
-        waiting = (e for e in self._wanted.values() if _placeable(e))
-        pinned = (e for e in self._pinned.values() if _placeable(e) and e.wanted_since is None)
+        waiting = (e for e in self._wanted.values() if e.placeable)
+        pinned = (e for e in self._pinned.values() if e.placeable and e.wanted_since is None)
         self._device.place(sorted(waiting, key=lambda e: (e.since, e.order)), list(pinned))
         for entry, error in self._device.write(max_bytes):
             self._fail(entry, error)
@@ -390,10 +393,6 @@ class AdapterResidency:
         for table in (self._entries, self._pinned, self._unannounced):
             table.pop(entry.version, None)
         self._events.append(AdapterDropped(entry.version))
-
-
-def _placeable(entry: AdapterEntry) -> bool:
-    return entry.state is AdapterState.STAGED and entry.held is None
 
 
 def _not_found(version: str) -> AdapterNotFound:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 MODULE_PATHS: dict[str, str] = {
@@ -22,6 +23,9 @@ MODULE_PATHS: dict[str, str] = {
     "lm_head": "lm_head",
 }
 """Where each kind lies in a Hugging Face decoder; the canonical name of a module in this package."""
+
+FUSED: dict[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+"""Modules of fused models such as Phi-3, and the kinds whose rows lie one after the other in them."""
 
 KINDS: tuple[str, ...] = tuple(MODULE_PATHS)
 LAYERLESS: frozenset[str] = frozenset(kind for kind, path in MODULE_PATHS.items() if "{layer}" not in path)
@@ -42,6 +46,13 @@ class TensorRef:
     end: int
     transposed: bool = False  # the bytes are those of shape[::-1]; `TensorReader` gives the transposed view
 
+    def rows(self, begin: int, count: int) -> TensorRef:
+        """Some rows of a tensor that is not transposed (elements, if it is a vector)."""
+        assert not self.transposed
+        row = self.num_bytes // self.shape[0]
+        first = self.begin + begin * row
+        return replace(self, shape=(count, *self.shape[1:]), begin=first, end=first + count * row)
+
     @property
     def num_elements(self) -> int:
         """Elements of the tensor."""
@@ -55,19 +66,41 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True)
 class TargetSpec:
-    """One module's delta: y += scaling · B(A x). For `embed`, A is [r, vocab] and B is [hidden, r]."""
+    """One module's delta: y += scaling · B(A x). For `embed`, A is [r, vocab] and B is [hidden, r].
+
+    DoRA and trained biases add vectors of `out_features`. A module of which only the bias was trained has rank 0 and
+    neither A nor B.
+    """
 
     kind: str  # a value of kernels.metadata.Kind
     layer: int  # 0 for layer-less kinds
     rank: int
     scaling: float  # s = alpha/r or alpha/sqrt(r); may be negative or zero, always finite in float32
-    a: TensorRef  # [rank, in_features]
-    b: TensorRef  # [out_features, rank]
+    a: TensorRef | None  # [rank, in_features]
+    b: TensorRef | None  # [out_features, rank]
+    magnitude: TensorRef | None = None  # DoRA: the norm that each row of W + scaling · BA is brought to
+    lora_bias: TensorRef | None = None  # added to B(A x), before the scaling
+    bias: TensorRef | None = None  # replaces the base's bias
 
     @property
     def module(self) -> str:
         """The module's canonical path."""
         return MODULE_PATHS[self.kind].format(layer=self.layer)
+
+    @property
+    def vectors(self) -> tuple[TensorRef, ...]:
+        """The tensors that scale or shift the base's output."""
+        return tuple(ref for ref in (self.magnitude, self.lora_bias, self.bias) if ref is not None)
+
+    @property
+    def refs(self) -> tuple[TensorRef, ...]:
+        """All tensors, in the order in which they are hashed and read."""
+        return tuple(ref for ref in (self.a, self.b) if ref is not None) + self.vectors
+
+    @property
+    def extra_rows(self) -> int:
+        """Rows that follow those of B in the pool: gain and shift of the base's output, or none."""
+        return 2 if self.vectors else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +112,17 @@ class AdapterSpec:
     warnings: tuple[str, ...] = ()
     base_model_name: str | None = None  # a hint from the config, never trusted
     files: tuple[str, ...] = ()  # the weight files, in the adapter's folder
+    invocation: tuple[int, ...] = ()  # aLoRA: applied from the last occurrence of these tokens in the prompt on
+
+    def first_token(self, prompt: Sequence[int]) -> int | None:
+        """Where in a prompt the adapter begins to apply: 0, or for aLoRA its last invocation; None: nowhere."""
+        if not self.invocation:
+            return 0
+        first, length, wanted = self.invocation[0], len(self.invocation), list(self.invocation)
+        for start in range(len(prompt) - length, -1, -1):
+            if prompt[start] == first and list(prompt[start : start + length]) == wanted:
+                return start
+        return None
 
     @property
     def max_rank(self) -> int:
@@ -86,14 +130,19 @@ class AdapterSpec:
         return max(target.rank for target in self.targets)
 
     @property
+    def tensors(self) -> frozenset[TensorRef]:
+        """All tensors; the A of a fused module counts once, although each of its parts has it."""
+        return frozenset(ref for target in self.targets for ref in target.refs)
+
+    @property
     def num_parameters(self) -> int:
         """Elements of all tensors."""
-        return sum(target.a.num_elements + target.b.num_elements for target in self.targets)
+        return sum(ref.num_elements for ref in self.tensors)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors as stored in the files."""
-        return sum(target.a.num_bytes + target.b.num_bytes for target in self.targets)
+        return sum(ref.num_bytes for ref in self.tensors)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -104,12 +153,12 @@ class AdapterSpec:
     @property
     def dtypes(self) -> tuple[str, ...]:
         """Distinct dtypes of the tensors, sorted."""
-        return tuple(sorted({ref.dtype for target in self.targets for ref in (target.a, target.b)}))
+        return tuple(sorted({ref.dtype for target in self.targets for ref in target.refs}))
 
     @property
     def scalings(self) -> tuple[float, ...]:
         """Distinct scalings, sorted."""
-        return tuple(sorted({target.scaling for target in self.targets}))
+        return tuple(sorted({target.scaling for target in self.targets if target.rank > 0}))
 
     def ranks(self, kind: str) -> dict[int, int]:
         """Layer → rank, for the layers where the adapter targets `kind`."""
@@ -124,6 +173,7 @@ class TargetGeometry:
     in_features: int  # for `embed`: the vocabulary
     out_features: int  # for `embed`: the hidden size; for `lm_head`: the vocabulary
     num_layers: int
+    has_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +256,7 @@ def _kind_report(spec: AdapterSpec, kind: str) -> KindReport:
         num_modules=len(used),
         layers="" if kind in LAYERLESS else _ranges(sorted(target.layer for target in used)),
         ranks=tuple(sorted(Counter(target.rank for target in used))),
-        scalings=tuple(sorted({target.scaling for target in used})),
+        scalings=tuple(sorted({target.scaling for target in used if target.rank > 0})),
     )
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from loraserve.errors import AdapterFault, AdapterRefused, LoraserveError
+from loraserve.lora.affine import BaseWeights
 from loraserve.lora.layout import PoolLayout
 from loraserve.lora.states import AdapterEntry, AdapterState
 from loraserve.lora.weights import StagedAdapter, StagingCancelled, StagingTicket, stage
@@ -101,7 +102,14 @@ class HostTier:
     """
 
     def __init__(
-        self, capacity_bytes: int, layout: PoolLayout, dtype: torch.dtype, *, pin_memory: bool, num_threads: int
+        self,
+        capacity_bytes: int,
+        layout: PoolLayout,
+        dtype: torch.dtype,
+        *,
+        pin_memory: bool,
+        num_threads: int,
+        base: BaseWeights | None = None,
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0  # staged copies and the ones being made
@@ -109,6 +117,7 @@ class HostTier:
         self._layout = layout
         self._dtype = dtype
         self._pin_memory = pin_memory
+        self._base = base
         self._loader = Loader(num_threads)
         self._max_outstanding = num_threads + _LOOKAHEAD
         self._queue: dict[str, AdapterEntry] = {}  # FETCHING, not handed to the loader yet
@@ -208,8 +217,9 @@ class HostTier:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _work(self, entry: AdapterEntry, ticket: StagingTicket) -> Callable[[], StagedAdapter]:
-        spec, folder = entry.spec, entry.folder
-        return lambda: stage(spec, folder, self._layout, self._dtype, pin_memory=self._pin_memory, ticket=ticket)
+        spec, folder, base = entry.spec, entry.folder, self._base
+        pin = self._pin_memory
+        return lambda: stage(spec, folder, self._layout, self._dtype, pin_memory=pin, ticket=ticket, base=base)
 
     def _make_room(self, entry: AdapterEntry) -> bool:
         excess = self.used_bytes + entry.host_needed - self.capacity_bytes

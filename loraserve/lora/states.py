@@ -91,6 +91,11 @@ class AdapterEntry:
         return self.leases > 0 or self.holds > 0 or self.wanted_since is not None
 
     @property
+    def placeable(self) -> bool:
+        """Whether it may be given pages: staged, and without a reservation."""
+        return self.state is AdapterState.STAGED and self.held is None
+
+    @property
     def since(self) -> float:
         """Since when it is wanted; infinity if no request waits for it."""
         return float("inf") if self.wanted_since is None else self.wanted_since

@@ -15,6 +15,7 @@ from torch import Tensor
 from loraserve.config import format_bytes
 from loraserve.errors import AdapterFault, AdapterRefused
 from loraserve.kernels.metadata import Kind
+from loraserve.lora.affine import BaseWeights, Module, dora_factor, need
 from loraserve.lora.container import TensorReader
 from loraserve.lora.layout import PoolLayout
 from loraserve.lora.spec import AdapterSpec, TargetSpec, TensorRef
@@ -45,7 +46,12 @@ class StagedTarget:
     layer: int
     rank: int
     a: Tensor  # [rank, in_features]
-    b: Tensor  # [rank, out_features], times the scaling
+    b: Tensor  # [rank + extra_rows, out_features], times the scaling; then gain and shift, if the module has them
+
+    @property
+    def extra_rows(self) -> int:
+        """0, or 2 if gain and shift follow B."""
+        return self.b.shape[0] - self.rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +67,12 @@ class StagedAdapter:
 def staged_bytes(spec: AdapterSpec, layout: PoolLayout, dtype: torch.dtype) -> int:
     """Host bytes that `stage` will allocate. Raises `AdapterRefused` if the adapter does not fit the base model."""
     layout.demand(spec)
-    shapes = layout.shapes
-    widths = {kind: shapes[kind].in_features + shapes[kind].out_features for kind in shapes}
-    return sum(target.rank * widths[Kind(target.kind)] for target in spec.targets) * dtype.itemsize
+    return sum(_num_elements(target, layout) for target in spec.targets) * dtype.itemsize
+
+
+def _num_elements(target: TargetSpec, layout: PoolLayout) -> int:
+    shape = layout.shapes[Kind(target.kind)]
+    return target.rank * shape.in_features + (target.rank + target.extra_rows) * shape.out_features
 
 
 def stage(
@@ -74,16 +83,19 @@ def stage(
     *,
     pin_memory: bool = False,
     ticket: StagingTicket | None = None,
+    base: BaseWeights | None = None,
 ) -> StagedAdapter:
     """Read an adapter's tensors, one at a time, into one host buffer; the scaling goes into B in float32.
 
+    DoRA and trained biases need the `base`'s weights: their gain and shift are computed here, once.
     Raises `AdapterRefused`: `shape_mismatch` against the base model, `non_finite` if a value is not finite after the
     scaling and the cast to `dtype`, `corrupt_weights` or `missing_weights` for bad files, `staging_failed` if the
-    operating system does not give the bytes; `StagingCancelled` once `ticket.cancelled` is set.
+    operating system does not give the bytes, `unsupported_variant` if base weights are needed and not to be had;
+    `StagingCancelled` once `ticket.cancelled` is set.
     """
     ticket = ticket or StagingTicket()
     num_bytes = staged_bytes(spec, layout, dtype)
-    ticket.bytes_total = spec.num_bytes
+    ticket.bytes_total = sum(ref.num_bytes for target in spec.targets for ref in target.refs)
     try:
         buffer = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, pin_memory=pin_memory)
     except (MemoryError, RuntimeError) as error:  # torch reports a failed allocation as RuntimeError
@@ -91,40 +103,92 @@ def stage(
         raise AdapterRefused(AdapterFault.STAGING_FAILED, text) from error
     try:
         with TensorReader(folder) as reader:
-            return _fill(spec, reader, layout, buffer, ticket)
+            return _fill(spec, reader, layout, buffer, ticket, base)
     except (OSError, MemoryError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
         raise AdapterRefused(AdapterFault.STAGING_FAILED, f"the adapter could not be read: {reason}") from error
 
 
 def _fill(
-    spec: AdapterSpec, reader: TensorReader, layout: PoolLayout, buffer: Tensor, ticket: StagingTicket
+    spec: AdapterSpec,
+    reader: TensorReader,
+    layout: PoolLayout,
+    buffer: Tensor,
+    ticket: StagingTicket,
+    base: BaseWeights | None,
 ) -> StagedAdapter:
     targets: list[StagedTarget] = []
-    checksum = 0
+    source = _Source(reader, ticket)
     position = 0
     for target in spec.targets:
         shape = layout.shapes[Kind(target.kind)]
-        _check_shape(target, target.a, (target.rank, shape.in_features))
-        _check_shape(target, target.b, (shape.out_features, target.rank))
         middle = position + target.rank * shape.in_features
-        end = middle + target.rank * shape.out_features
+        end = position + _num_elements(target, layout)
         a = buffer[position:middle].view(target.rank, shape.in_features)
-        b = buffer[middle:end].view(target.rank, shape.out_features)
+        b = buffer[middle:end].view(target.rank + target.extra_rows, shape.out_features)
         position = end
-        for ref, into, scaling in ((target.a, a, None), (target.b, b, target.scaling)):
-            if ticket.cancelled:
-                raise StagingCancelled
-            raw = reader.read(ref)
-            checksum = zlib.crc32((raw if raw.flags.c_contiguous else raw.T).data, checksum)
-            source = _as_tensor(raw, ref)
-            _convert(source if scaling is None else source.T, into, scaling, f"{target.module} ({ref.name})")
-            ticket.bytes_done += ref.num_bytes
-        targets.append(StagedTarget(shape.kind, target.layer, target.rank, a, b))
-    return StagedAdapter(tuple(targets), buffer.dtype, buffer.numel() * buffer.itemsize, checksum)
+        staged = StagedTarget(shape.kind, target.layer, target.rank, a, b)
+        _stage_target(target, staged, source, base)
+        targets.append(staged)
+    return StagedAdapter(tuple(targets), buffer.dtype, buffer.numel() * buffer.itemsize, source.checksum)
 
 
-def _check_shape(target: TargetSpec, ref: TensorRef, expected: tuple[int, int]) -> None:
+@dataclass(slots=True)
+class _Source:
+    """Reads tensors once each, counting and checking on the way."""
+
+    reader: TensorReader
+    ticket: StagingTicket
+    checksum: int = 0
+
+    def read(self, target: TargetSpec, ref: TensorRef, expected: tuple[int, ...]) -> Tensor:
+        if self.ticket.cancelled:
+            raise StagingCancelled
+        _check_shape(target, ref, expected)
+        raw = self.reader.read(ref)
+        self.checksum = zlib.crc32((raw if raw.flags.c_contiguous else raw.T).data, self.checksum)
+        self.ticket.bytes_done += ref.num_bytes
+        return _as_tensor(raw, ref)
+
+
+def _stage_target(target: TargetSpec, into: StagedTarget, source: _Source, base: BaseWeights | None) -> None:
+    rank, in_features, out_features = target.rank, into.a.shape[1], into.b.shape[1]
+    scaling: float | Tensor = target.scaling
+    gain = torch.zeros(out_features) if target.vectors else None
+    if target.a is not None and target.b is not None:
+        a = source.read(target, target.a, (rank, in_features))
+        _convert(a, into.a, None, f"{target.module} ({target.a.name})")
+        b = source.read(target, target.b, (out_features, rank)).T
+        if target.magnitude is not None:
+            magnitude = source.read(target, target.magnitude, (out_features,)).float()
+            over_vocabulary = into.kind is Kind.EMBED
+            sizes = (in_features, out_features) if over_vocabulary else (out_features, in_features)
+            module = Module(into.kind, target.layer, *sizes)
+            factor = dora_factor(module, magnitude, a.float(), b.float() * scaling, need(base))
+            gain, scaling = factor - 1, factor * scaling
+        _convert(b, into.b[:rank], scaling, f"{target.module} ({target.b.name})")
+    if gain is not None:
+        names = ", ".join(ref.name for ref in target.vectors)
+        shift = _shift(target, gain, source, need(base))
+        for row, vector in ((rank, gain), (rank + 1, shift)):
+            _convert(vector[None], into.b[row : row + 1], None, f"{target.module} ({names})")
+
+
+def _shift(target: TargetSpec, gain: Tensor, source: _Source, base: BaseWeights) -> Tensor:
+    """What is added to y·gain, y the base's output: the trained biases, less what the gain does to the base's own."""
+    kind, layer, width = Kind(target.kind), target.layer, (len(gain),)
+    own = None if kind is Kind.EMBED else base.bias(kind, layer)
+    shift = torch.zeros_like(gain) if own is None else -gain * own
+    if target.lora_bias is not None:
+        shift += target.scaling * source.read(target, target.lora_bias, width).float()
+    if target.bias is not None:
+        shift += source.read(target, target.bias, width).float()
+        if own is not None:
+            shift -= own
+    return shift
+
+
+def _check_shape(target: TargetSpec, ref: TensorRef, expected: tuple[int, ...]) -> None:
     if ref.shape != expected:
         text = (
             f"{ref.name} of {target.module} has shape {list(ref.shape)}; the base model and rank need {list(expected)}"
@@ -138,8 +202,11 @@ def _as_tensor(raw: np.ndarray[Any, Any], ref: TensorRef) -> Tensor:
     return torch.from_numpy(raw)
 
 
-def _convert(source: Tensor, into: Tensor, scaling: float | None, name: str) -> None:
-    """`into[...] = (source.float() · scaling)` in into's dtype, tile by tile; refuses values that are not finite."""
+def _convert(source: Tensor, into: Tensor, scaling: float | Tensor | None, name: str) -> None:
+    """`into[...] = (source.float() · scaling)` in into's dtype, tile by tile; refuses values that are not finite.
+
+    The scaling is one for all, or one for each column.
+    """
     rank, width = into.shape
     if source.stride(1) == 1:
         columns = min(width, _TILE)
@@ -150,7 +217,9 @@ def _convert(source: Tensor, into: Tensor, scaling: float | None, name: str) -> 
     for row in range(0, rank, rows):
         for column in range(0, width, columns):
             tile = source[row : row + rows, column : column + columns].float()
-            if scaling is not None:
+            if isinstance(scaling, Tensor):
+                tile = tile * scaling[column : column + columns]
+            elif scaling is not None:
                 tile = tile * scaling
             target = into[row : row + rows, column : column + columns]
             target.copy_(tile)

@@ -114,13 +114,13 @@ class ModelShape:
         hidden, inner, layers = self.hidden_size, self.intermediate_size, self.num_layers
         q, kv = self.q_size, self.kv_size
         return [
-            LoraTargetShape(Kind.Q, hidden, q, 0, layers),
-            LoraTargetShape(Kind.K, hidden, kv, q, layers),
-            LoraTargetShape(Kind.V, hidden, kv, q + kv, layers),
-            LoraTargetShape(Kind.O, q, hidden, 0, layers),
-            LoraTargetShape(Kind.GATE, hidden, inner, 0, layers),
-            LoraTargetShape(Kind.UP, hidden, inner, inner, layers),
-            LoraTargetShape(Kind.DOWN, inner, hidden, 0, layers),
+            LoraTargetShape(Kind.Q, hidden, q, 0, layers, self.qkv_bias),
+            LoraTargetShape(Kind.K, hidden, kv, q, layers, self.qkv_bias),
+            LoraTargetShape(Kind.V, hidden, kv, q + kv, layers, self.qkv_bias),
+            LoraTargetShape(Kind.O, q, hidden, 0, layers, self.o_bias),
+            LoraTargetShape(Kind.GATE, hidden, inner, 0, layers, self.mlp_bias),
+            LoraTargetShape(Kind.UP, hidden, inner, inner, layers, self.mlp_bias),
+            LoraTargetShape(Kind.DOWN, inner, hidden, 0, layers, self.mlp_bias),
             LoraTargetShape(Kind.EMBED, self.vocab_size, hidden, 0, 1),
             LoraTargetShape(Kind.LM_HEAD, hidden, self.vocab_size, 0, 1),
         ]
@@ -128,14 +128,15 @@ class ModelShape:
     def module_path(self, kind: Kind | str, layer: int) -> str:
         """Path of a target in the HF model, such as `model.layers.3.self_attn.q_proj`; embed and lm_head have layer 0.
 
+        Where the checkpoint stores q|k|v or gate|up fused it is the fused module, of which a target is some rows.
+
         Raises `KeyError` for an unknown kind and `IndexError` for a layer that does not exist.
         """
         names = self.family_data.names
         outside = {"embed": names.embed, "lm_head": names.lm_head}
-        inside = dict(zip(("q", "k", "v"), names.qkv, strict=True)) | dict(
-            zip(("gate", "up"), names.gate_up, strict=True)
-        )
-        inside |= {"o": names.o, "down": names.down}
+        inside = {"o": names.o, "down": names.down}
+        for kinds, modules in ((("q", "k", "v"), names.qkv), (("gate", "up"), names.gate_up)):
+            inside |= dict.fromkeys(kinds, modules[0]) if len(modules) == 1 else dict(zip(kinds, modules, strict=True))
         if kind in outside:
             if layer != 0:
                 raise IndexError(f"{kind} has one layer, not {layer + 1}")

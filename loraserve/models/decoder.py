@@ -70,6 +70,8 @@ class Decoder:
         active = _active(batch.lora, lora)
         residual = F.embedding(batch.input_ids, self.weights.embed)
         if active is not None and (target := active.tables.targets.get(Kind.EMBED)) is not None:
+            if active.affine:
+                ops.lora_affine(residual, (target,), 0, active.segments)
             ops.lora_embed(residual, batch.input_ids, target, active.segments)
         step_lora = StepLora.of(active.tables, active.segments) if active is not None else None
         step = Step(ops, batch, kv, self.rotary(batch), step_lora)
@@ -91,6 +93,8 @@ class Decoder:
         y = self.weights.lm_head(hidden_rows)
         active = _active(segments, lora)
         if active is not None and (target := active.tables.targets.get(Kind.LM_HEAD)) is not None:
+            if active.affine:
+                self.ops.lora_affine(y, (target,), 0, active.segments)
             self.ops.lora_apply(y, hidden_rows, (target,), 0, active.segments)
         return y.float()
 
@@ -98,6 +102,11 @@ class Decoder:
 class _ActiveLora(NamedTuple):
     tables: LoraTables
     segments: LoraSegments
+
+    @property
+    def affine(self) -> bool:
+        """Whether some slot of the step scales or shifts the base's output."""
+        return self.segments.affine and bool(self.tables.affine_slots)
 
 
 def _active(segments: LoraSegments | None, tables: LoraTables | None) -> _ActiveLora | None:

@@ -88,6 +88,14 @@ FAMILIES: tuple[Family, ...] = (
         qk_norm=True,
         windowing=Windowing.LAYER_TYPES,
     ),
+    Family(
+        name="phi3",
+        architecture="Phi3ForCausalLM",
+        model_type="phi3",
+        windowing=Windowing.ALL,
+        partial_rotary=True,
+        names=ModuleNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+    ),
 )
 
 

@@ -47,6 +47,7 @@ class StepLora:
     """The adapters of one step, grouped by fused linear once so that layers only ask "is there any"."""
 
     segments: LoraSegments
+    affine: bool  # whether some slot scales or shifts the base's output
     qkv: tuple[LoraTarget, ...]
     o: tuple[LoraTarget, ...]
     gate_up: tuple[LoraTarget, ...]
@@ -57,11 +58,20 @@ class StepLora:
         """Group the tables' targets."""
         return StepLora(
             segments,
+            affine=segments.affine and bool(tables.affine_slots),
             qkv=tables.group(Kind.Q, Kind.K, Kind.V),
             o=tables.group(Kind.O),
             gate_up=tables.group(Kind.GATE, Kind.UP),
             down=tables.group(Kind.DOWN),
         )
+
+    def apply(self, ops: Ops, y: Tensor, x: Tensor, targets: tuple[LoraTarget, ...], layer: int) -> None:
+        """Turn the base's output y of x into the adapters', in place."""
+        if not targets:
+            return
+        if self.affine:
+            ops.lora_affine(y, targets, layer, self.segments)
+        ops.lora_apply(y, x, targets, layer, self.segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +101,8 @@ class DecoderLayer:
         ops, weights, lora = step.ops, self.weights, step.lora
         k_cache, v_cache = step.kv.k[self.index], step.kv.v[self.index]
         qkv = weights.qkv(x)
-        if lora is not None and lora.qkv:
-            ops.lora_apply(qkv, x, lora.qkv, self.index, lora.segments)
+        if lora is not None:
+            lora.apply(ops, qkv, x, lora.qkv, self.index)
         q = ops.rope_write_kv(
             qkv,
             step.rotation.cos,
@@ -106,18 +116,18 @@ class DecoderLayer:
         )
         heads = ops.attention(q, k_cache, v_cache, step.batch.attention, self.scale, self.window)
         out = weights.o(heads)
-        if lora is not None and lora.o:
-            ops.lora_apply(out, heads, lora.o, self.index, lora.segments)
+        if lora is not None:
+            lora.apply(ops, out, heads, lora.o, self.index)
         return out
 
     def transform(self, x: Tensor, step: Step) -> Tensor:
         """The gated MLP. x: [num_tokens, hidden] → new [num_tokens, hidden]."""
         ops, weights, lora = step.ops, self.weights, step.lora
         gate_up = weights.gate_up(x)
-        if lora is not None and lora.gate_up:
-            ops.lora_apply(gate_up, x, lora.gate_up, self.index, lora.segments)
+        if lora is not None:
+            lora.apply(ops, gate_up, x, lora.gate_up, self.index)
         inner = ops.act_and_mul(gate_up, self.activation)
         out = weights.down(inner)
-        if lora is not None and lora.down:
-            ops.lora_apply(out, inner, lora.down, self.index, lora.segments)
+        if lora is not None:
+            lora.apply(ops, out, inner, lora.down, self.index)
         return out

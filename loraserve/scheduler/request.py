@@ -15,7 +15,7 @@ from loraserve.sampling import SamplingParams
 
 Tokens = NDArray[np.int64]
 
-_SCALE, _JOIN, _SALT = "*", "+", "|"  # a namespace reads `version*scale+version*scale|salt`
+_SCALE, _START, _JOIN, _SALT = "*", "@", "+", "|"  # a namespace reads `version*scale+version*scale@start|salt`
 
 
 class RequestState(StrEnum):
@@ -41,10 +41,13 @@ class AdapterUse(NamedTuple):
 
     version: str
     scale: float
+    start: int = 0  # first position that it applies to: an activated LoRA's last invocation in the prompt
 
 
 def namespace_of(adapters: tuple[AdapterUse, ...], cache_salt: str = "") -> str:
     """Prefix-cache key of everything besides the tokens that decides the KV: versions, scales and the tenant's salt.
+
+    An adapter that starts later is another key for every start: prompts that begin alike may be invoked elsewhere.
 
     The order of a blend does not matter. Never empty. Raises `InvalidRequest` for a version or scale that no key can
     be made of.
@@ -54,7 +57,10 @@ def namespace_of(adapters: tuple[AdapterUse, ...], cache_salt: str = "") -> str:
             raise InvalidRequest(f"{use.version!r} is not an adapter version", param="lora")
         if not isfinite(use.scale):
             raise InvalidRequest(f"the scale of an adapter must be a finite number, got {use.scale!r}", param="lora")
-    blend = _JOIN.join(f"{version}{_SCALE}{float(scale)!r}" for version, scale in sorted(adapters))
+    blend = _JOIN.join(
+        f"{version}{_SCALE}{float(scale)!r}" + (f"{_START}{start}" if start else "")
+        for version, scale, start in sorted(adapters)
+    )
     return f"{blend}{_SALT}{cache_salt}"
 
 

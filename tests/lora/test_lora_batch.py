@@ -109,3 +109,20 @@ def test_logits_rows() -> None:
     several = build_logits_segments(slots, np.array([0, 2, 1, 3]), CPU)
     assert as_mapping(several) == {0: {0: 1.0, 1: 1.0}, 1: {3: 2.0, 4: 2.0, 5: 2.0}}
     assert build_logits_segments(slots, np.zeros(4, bool), CPU) is None
+
+
+def test_skipped_tokens_are_left_to_the_base() -> None:
+    slots = [[(2, 1.0)], [(2, 1.0), (0, 0.5)], [(2, 1.0)], []]
+    segments = build_segments(slots, indptr_of([3, 4, 2, 2]), CPU, skips=[[1], [0, 3], [2], []])
+    assert as_mapping(segments) == {0: {6: 0.5}, 2: {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0, 5: 1.0, 6: 1.0}}
+    # More than a sequence has in this step: it begins later.
+    assert build_segments([[(0, 1.0)]], indptr_of([3]), CPU, skips=[[7]]) is None
+    with pytest.raises(ValueError, match="skips"):
+        build_segments([[(0, 1.0)]], indptr_of([3]), CPU, skips=[[]])
+
+
+def test_slots_that_scale_and_shift_mark_the_step() -> None:
+    for slots, affine in (({3}, True), ({1, 2}, False), (set(), False)):
+        segments = build_segments([[(0, 1.0)], [(3, 1.0)]], indptr_of([1, 1]), CPU, slots)
+        assert segments is not None
+        assert segments.affine is affine

@@ -221,8 +221,7 @@ CASES: dict[str, tuple[str, Build]] = {
     # feature: type, variant, initialisation, task
     "peft-type-ia3": ("unsupported_peft_type", config(peft_type="IA3")),
     "peft-type-lower": ("unsupported_peft_type", config(peft_type="lora")),
-    "dora": ("unsupported_variant", config(use_dora=True)),
-    "lora-bias": ("unsupported_variant", config(lora_bias=True)),
+    "dora-and-lora-bias": ("unsupported_variant", config(use_dora=True, lora_bias=True)),
     "modules-to-save": ("unsupported_variant", config(modules_to_save=["embed_tokens"])),
     "token-rows": ("unsupported_variant", config(trainable_token_indices=[1, 2])),
     "token-rows-dict": ("unsupported_variant", config(trainable_token_indices={"embed_tokens": [1]})),
@@ -230,7 +229,10 @@ CASES: dict[str, tuple[str, Build]] = {
     "layer-replication": ("unsupported_variant", config(layer_replication=[[0, 2], [1, 3]])),
     "qalora": ("unsupported_variant", config(use_qalora=True)),
     "bdlora": ("unsupported_variant", config(use_bdlora={"nblocks": 2})),
-    "alora": ("unsupported_variant", config(alora_invocation_tokens=[5, 6])),
+    "alora-dora": ("unsupported_variant", config(alora_invocation_tokens=[5, 6], use_dora=True)),
+    "alora-bias": ("unsupported_variant", config(alora_invocation_tokens=[5, 6], bias="all")),
+    "alora-beyond-the-vocabulary": ("invalid_config", config(alora_invocation_tokens=[5, VOCAB])),
+    "alora-negative": ("invalid_config", config(alora_invocation_tokens=[-1])),
     "alora-empty": ("unsupported_variant", config(alora_invocation_tokens=[])),
     "kasa": ("unsupported_variant", config(kasa_config={})),
     "arrow": ("unsupported_variant", config(arrow_config={"top_k": 3})),
@@ -260,7 +262,10 @@ CASES: dict[str, tuple[str, Build]] = {
     "wrong-prefix": ("unknown_module", weights(plain_tensors(prefix="base_model.model.transformer."))),
     "bare-layers": ("unknown_module", weights(lora("layers.0.self_attn.q_proj"))),
     "vision-tower": ("unknown_module", extra(PREFIX + "model.visual.blocks.0.mlp.linear_fc1.lora_A.weight", (4, 8))),
-    "fused-module": ("unknown_module", weights(lora("model.layers.0.self_attn.qkv_proj"))),
+    "fused-module-of-other-sizes": (
+        "shape_mismatch",
+        weights(lora("model.layers.0.self_attn.qkv_proj"), target_modules=["qkv_proj"]),
+    ),
     "layer-too-high": ("unknown_module", weights(plain_tensors() | lora("model.layers.3.self_attn.q_proj"))),
     "layer-absurd": ("unknown_module", weights(lora(f"model.layers.{'9' * 3000}.self_attn.q_proj"))),
     "layer-leading-zero": ("unknown_module", weights(lora("model.layers.00.self_attn.q_proj"))),
@@ -293,7 +298,37 @@ CASES: dict[str, tuple[str, Build]] = {
     ),
     "magnitude-without-dora": ("config_tensor_mismatch", extra(f"{PREFIX}{Q0}.lora_magnitude_vector", (HIDDEN,))),
     "bias-unannounced": ("config_tensor_mismatch", extra(f"{PREFIX}{Q0}.base_layer.bias", (HIDDEN,))),
-    "bias-announced": ("unsupported_variant", extra(f"{PREFIX}{Q0}.base_layer.bias", (HIDDEN,), bias="all")),
+    "bias-without-a-base-bias": ("unknown_tensor", extra(f"{PREFIX}{Q0}.base_layer.bias", (HIDDEN,), bias="all")),
+    "bias-twice": (
+        "unknown_tensor",
+        weights(
+            one | {f"{PREFIX}{Q0}.base_layer.bias": Tensor((HIDDEN,)), f"{PREFIX}{Q0}.bias": Tensor((HIDDEN,))},
+            bias="all",
+        ),
+    ),
+    "bias-of-no-module": ("unknown_module", extra(PREFIX + "model.layers.0.mlp.gate.bias", (HIDDEN,), bias="all")),
+    "dora-without-magnitudes": ("missing_tensors", config(use_dora=True)),
+    "dora-magnitude-alone": (
+        "missing_tensors",
+        weights(one | {f"{PREFIX}{Q0[:-6]}k_proj.lora_magnitude_vector": Tensor((KV,))}, use_dora=True),
+    ),
+    "dora-magnitude-misshapen": (
+        "shape_mismatch",
+        weights(one | {f"{PREFIX}{Q0}.lora_magnitude_vector": Tensor((HIDDEN + 1,))}, use_dora=True),
+    ),
+    "dora-magnitude-empty": (
+        "zero_size",
+        weights(one | {f"{PREFIX}{Q0}.lora_magnitude_vector": Tensor((0,))}, use_dora=True),
+    ),
+    "dora-magnitude-square": (
+        "shape_mismatch",
+        weights(one | {f"{PREFIX}{Q0}.lora_magnitude_vector": Tensor((HIDDEN, 1))}, use_dora=True),
+    ),
+    "lora-bias-missing": ("missing_tensors", config(lora_bias=True)),
+    "lora-bias-misshapen": (
+        "shape_mismatch",
+        weights(one | {f"{PREFIX}{Q0}.lora_B.bias": Tensor((1,))}, lora_bias=True),
+    ),
     "lora-bias-unannounced": ("config_tensor_mismatch", extra(f"{PREFIX}{Q0}.lora_B.bias", (HIDDEN,))),
     "token-rows-unannounced": (
         "config_tensor_mismatch",
@@ -373,7 +408,7 @@ def test_there_are_enough_cases() -> None:
         # Each stage's failure hides those of the stages after it.
         (b"{", b"", "corrupt_weights"),
         (plain_config(r="4", use_dora=True), {Q0_A: Tensor((4, HIDDEN), "I8")}, "invalid_config"),
-        (plain_config(use_dora=True), {Q0_A: Tensor((4, HIDDEN), "I8")}, "unsupported_variant"),
+        (plain_config(use_qalora=True), {Q0_A: Tensor((4, HIDDEN), "I8")}, "unsupported_variant"),
         (plain_config(), {"x.lora_A.weight": Tensor((4, HIDDEN), "I8")}, "unsupported_dtype"),
         (plain_config(), {"x.lora_A.weight": Tensor((0,))}, "unknown_module"),
         (plain_config(), {Q0_A: Tensor((0,))}, "missing_tensors"),

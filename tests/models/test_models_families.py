@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from batches import TOLERANCE, VOCAB, Sample, backends, hf_logits, load, random_tokens, save_random_model, serve
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config
 
 BACKENDS = backends()
 SMALL: dict[str, Any] = {
@@ -41,6 +41,7 @@ LONGROPE = {
     "long_factor": [1.5, 2.0, 2.5, 3.0],
 }
 WINDOWED = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+PHI3_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # the class's own lie past this vocabulary
 CASES: dict[str, Any] = {
     "llama-gqa": LlamaConfig(**SMALL),
     "llama-tied-mqa": LlamaConfig(**SMALL | {"num_key_value_heads": 1, "tie_word_embeddings": True}),
@@ -64,6 +65,15 @@ CASES: dict[str, Any] = {
     "qwen3-head-dim": Qwen3Config(**SMALL, head_dim=16),
     "qwen3-biases-tied": Qwen3Config(**SMALL | {"tie_word_embeddings": True}, head_dim=10, attention_bias=True),
     "qwen3-some-windows": Qwen3Config(**SMALL, **WINDOWED, head_dim=16),
+    "phi3": Phi3Config(**SMALL, **PHI3_TOKENS),
+    "phi3-window-partial-longrope": Phi3Config(
+        **SMALL,
+        **PHI3_TOKENS,
+        sliding_window=7,
+        original_max_position_embeddings=24,
+        rope_parameters=LONGROPE
+        | {"partial_rotary_factor": 0.75, "short_factor": [1.0, 1.1, 1.2], "long_factor": [1.5, 2.0, 2.5]},
+    ),
 }
 # (tokens, prompt): the last is longer than the context at which dynamic and longrope begin to stretch.
 LENGTHS = ((9, 4), (30, 17), (46, 39))

@@ -21,6 +21,8 @@ def test_everything_that_changes_the_kv_changes_the_namespace() -> None:
         namespace_of((A,)),
         namespace_of((B,)),
         namespace_of((A._replace(scale=2.0),)),
+        namespace_of((A._replace(start=3),)),
+        namespace_of((A._replace(start=4),)),
         namespace_of((A, B)),
         namespace_of((A._replace(scale=0.5), B._replace(scale=1.0))),
         namespace_of((), "salt"),
