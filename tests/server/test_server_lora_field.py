@@ -52,7 +52,7 @@ async def test_two_names_of_one_version_add_up(
     assert await load(server, library, "b", "same") == version
     answer = await ok(client, lora=[{"name": "a", "scale": 0.5}, {"name": "b", "scale": 0.25}])
     assert [use["scale"] for use in answer["lora"]] == [0.5, 0.25]
-    assert [tuple(use) for use in engine.requests[-1].adapters] == [(version, 0.75)]
+    assert [(use.version, use.scale) for use in engine.requests[-1].adapters] == [(version, 0.75)]
 
 
 async def test_lora_per_prompt(
@@ -61,7 +61,7 @@ async def test_lora_per_prompt(
     version = await load(server, library, "a")
     body = {"prompt": ["x", "y", "z"], "lora": ["a", None, {"name": "a", "scale": 2}], "lora_per_prompt": True}
     answer = await ok(client, **body)
-    used = [[tuple(use) for use in request.adapters] for request in engine.requests]
+    used = [[(use.version, use.scale) for use in request.adapters] for request in engine.requests]
     assert used == [[(version, 1.0)], [], [(version, 2.0)]]
     loras = [choice["lora"] for choice in answer["choices"]]
     assert [lora and lora[0]["scale"] for lora in loras] == [1.0, None, 2.0]
