@@ -167,6 +167,8 @@ class _Builder:
 
     def _repeated(self) -> _Fragment:
         begin = self._at
+        if self._quantifier() is not None:
+            raise UnsupportedPattern("nothing to repeat")
         repeatable = self._peek() not in "^$"
         item = self._atom()
         end = self._at
@@ -249,8 +251,6 @@ class _Builder:
             return self._single(lambda found: found != "\n")
         if char in "^$":
             return self._single(None, char)
-        if char in "*+?":
-            raise UnsupportedPattern("nothing to repeat")
         if char == "\\":
             return self._single(self._escape())
         return self._single(_is(char))

@@ -6,7 +6,7 @@ import re
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from peft.utils.other import get_pattern_key
 
@@ -35,6 +35,9 @@ def test_engine_answers_as_re(pattern: str, text: str) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(pattern=st.text(r"ab.|()[]*+?{}^$\-,:1dwsx", max_size=12))
+@example(pattern="{1}")
+@example(pattern="a|{1,2}b")
+@example(pattern="({0})")
 def test_engine_never_accepts_what_re_refuses(pattern: str) -> None:
     try:
         engine = LinearRegex(pattern)
