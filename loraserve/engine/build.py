@@ -74,6 +74,7 @@ def build_engine(config: EngineConfig, watch: LogitsWatch | None = None) -> Engi
     dtype = resolve_dtype(config.model.dtype, shape, device)
     ops = select_ops(config.model.kernels, device, dtype)
     decoder = load_decoder(path, shape, dtype, device, ops)
+    logger.info("preparing the operators; the first start compiles them, which takes up to a minute")
     ops.warm_up()
     max_context = min(config.model.max_model_len or shape.max_context, shape.max_context)
     per_token = KVCache.bytes_per_location(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)

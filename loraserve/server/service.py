@@ -225,8 +225,8 @@ def data_dir(config: ServerConfig) -> Path:
 
 
 def _import_tokenizers() -> None:
-    # transformers imports on first access; this is the access that takes long.
-    _ = importlib.import_module("transformers").AutoTokenizer
+    # transformers imports on first access; what a model-specific tokenizer needs on top comes when it is loaded.
+    _ = importlib.import_module("transformers").PreTrainedTokenizerFast
 
 
 async def prepare_demo(say: Say) -> None:

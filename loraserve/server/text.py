@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from loraserve.compat import StrEnum
 from loraserve.errors import InvalidRequest, ModelLoadError
 
+GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 SHORT = 2000  # characters or ids that are worked through in less time than starting a thread takes
 _BYTE_PIECE_LEN = len("<0x00>")
@@ -192,14 +193,29 @@ class Detokenizer:
 
 def load_tokenizer(path: Path) -> Any:
     """The tokenizer beside a model's weights (or inside a GGUF). Raises `ModelLoadError`."""
-    from transformers import AutoTokenizer
-
     try:
+        if _is_generic(path):
+            # The class that the general door would choose; that door alone imports torch, which takes seconds.
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+        from transformers import AutoTokenizer
+
         if path.suffix == ".gguf":
             return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"the tokenizer in {path} cannot be loaded: {error}") from error
+
+
+def _is_generic(path: Path) -> bool:
+    """Whether the folder says that its `tokenizer.json` needs no class of its own."""
+    try:
+        settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    generic = isinstance(settings, dict) and settings.get("tokenizer_class") in GENERIC_CLASSES
+    return generic and (path / "tokenizer.json").is_file()
 
 
 def _is_lossless(description: Mapping[str, Any]) -> bool:
