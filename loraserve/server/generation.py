@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 from loraserve.engine.messages import AddRequest, RequestOutput, TokenLogprobs
 from loraserve.errors import LoraserveError, RequestAborted, RequestTimedOut
@@ -211,7 +211,9 @@ def _echo(prompt: Prompt, logprobs: Sequence[TokenLogprobs | None]) -> Piece:
     return Piece(prompt.text, [ShownToken(*shown) for shown in zip(prompt.ids, prompt.starts, padded, strict=True)])
 
 
-class _End(NamedTuple, Generic[T]):
+class _End(NamedTuple):
+    """The last item of a stream in `merge`."""
+
     error: BaseException | None
 
 
@@ -222,7 +224,7 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T,
             async for item in only:
                 yield item
         return
-    queue: asyncio.Queue[T | _End[T]] = asyncio.Queue()
+    queue: asyncio.Queue[T | _End] = asyncio.Queue()
 
     async def pump(stream: AsyncGenerator[T, None]) -> None:
         error: BaseException | None = None
