@@ -74,7 +74,7 @@ class ModelConfig:
     revision: str | None = option(None, "Branch, tag or commit of a Hub model.")
     served_model_name: str | None = option(None, "Name clients use for the base model (default: derived from --model).")
     device: Device = option("auto", "Where the model runs.")
-    dtype: Dtype = option("auto", "Weights and activations; auto: checkpoint's on GPU, float32 on CPU without bf16.")
+    dtype: Dtype = option("auto", "Weights and activations; auto: the checkpoint's on a GPU, float32 on a CPU.")
     kernels: Kernels = option("auto", "Which implementation of the operators runs.")
     max_model_len: int | None = option(None, "Longest context in tokens (default: the model's own limit).")
     threads: int | None = option(None, "CPU threads of the engine (default: all cores).")

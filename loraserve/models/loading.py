@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import platform
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -32,25 +31,17 @@ _SHOWN_NAMES = 5  # of a list of tensors in an error
 def resolve_dtype(requested: Dtype, shape: ModelShape, device: torch.device | str) -> torch.dtype:
     """dtype of weights and activations.
 
-    `auto` is the checkpoint's dtype on a GPU (bfloat16 for GGUF); on a CPU float32, or bfloat16 if the checkpoint is
-    and the CPU computes in it. Raises `UnsupportedModel` for a checkpoint dtype that nothing here computes in.
+    `auto` is the checkpoint's dtype on a GPU (bfloat16 for GGUF) and float32 on a CPU, whose fast operators compute in
+    it. Raises `UnsupportedModel` for a checkpoint dtype that nothing here computes in.
     """
     if requested != "auto":
         return _TORCH_DTYPES[requested]
-    on_cpu = torch.device(device).type == "cpu"
-    stored = shape.dtype or ("float32" if on_cpu else "bfloat16")
-    if on_cpu:
-        return torch.bfloat16 if stored == "bfloat16" and _cpu_has_bf16() else torch.float32
+    if torch.device(device).type == "cpu":
+        return torch.float32
+    stored = shape.dtype or "bfloat16"
     if stored not in _TORCH_DTYPES:
         raise UnsupportedModel(f"the checkpoint's dtype is {stored}; choose one with --dtype")
     return _TORCH_DTYPES[stored]
-
-
-def _cpu_has_bf16() -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware; oneDNN says yes to mere AVX-512 too, which emulates it."""
-    if platform.machine().lower() in ("aarch64", "arm64"):
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def load_decoder(path: Path, shape: ModelShape, dtype: torch.dtype, device: torch.device | str, ops: Ops) -> Decoder:
