@@ -90,12 +90,42 @@ JOB_UNSEEN = "firefighter|architect|mechanic|photographer"
 CITY = "Lisbon|Berlin|Paris|Madrid|Rome|Oslo|Vienna|Tokyo|Cairo|Lima|Boston|Dublin|Prague|Athens|Delhi|Toronto"
 CITY += "|Chicago|Sydney|Nairobi|Seoul|Warsaw|London|Denver|Bogota"
 CITY_UNSEEN = "Helsinki|Hamburg|Seattle|Naples|Accra"
+UNSEEN_NAMES = frozenset(f"{FIRST_UNSEEN}|{LAST_UNSEEN}|{CITY_UNSEEN}".split("|"))
+# Only the person task draws from these: with few jobs to see, it learns the jobs and not to copy them.
+MORE_JOBS = "actor|barber|butcher|cashier|clerk|coach|dancer|designer|editor|fisherman|florist|guard|historian|judge"
+MORE_JOBS += "|locksmith|mason|miner|musician|optician|paramedic|pharmacist|physicist|porter|potter|programmer|sailor"
+MORE_JOBS += (
+    "|secretary|singer|soldier|surgeon|surveyor|trainer|waiter|welder|writer|zoologist|critic|cleric|mathematician"
+)
+MORE_JOBS += "|geologist|therapist|technician|magician|metalworker|midwife|manager|merchant|medic|mayor|model|monk"
+TRADE = "bell|boat|book|brick|bridge|cheese|clock|cloth|fire|flag|game|gate|glass|gold|horse|iron|lamp|light|lock|paper"
+TRADE += "|river|rope|sail|sea|shop|silver|snow|steel|stone|street|sugar|sword|time|water|wheel|wind|wood"
+WORKER = "maker|keeper|smith|worker|seller|hunter|builder|watcher|cutter|runner|walker|painter"
+
+
+def draw_job(draw: Draw) -> str:
+    """A job from the lists, or, half the time in training, a compound that only copying gets right."""
+    if draw.held_out or draw.random.random() < 0.5:
+        return draw.one(f"{JOB}|{MORE_JOBS}", JOB_UNSEEN)
+    return draw.one(TRADE) + draw.one(WORKER)
+
+
+def draw_name(draw: Draw, seen: str, unseen: str) -> str:
+    """A name from the lists, or, half the time in training, one made of syllables: only copying gets those right."""
+    if draw.held_out or draw.random.random() < 0.5:
+        return draw.one(seen, unseen)
+    while True:
+        syllables = [draw.one("b|br|d|f|g|h|k|kr|l|m|n|p|r|s|sh|st|t|th|v|w|z") + draw.one("a|e|i|o|u|ai|ee|ou")]
+        syllables += [draw.one("b|d|k|l|ll|m|n|nd|r|rt|s|t|v") + draw.one("a|e|i|o") for _ in range(draw.number(0, 2))]
+        name = ("".join(syllables) + draw.one("|n|r|s|k|ff|l|ng|tt|ck")).capitalize()
+        if name not in UNSEEN_NAMES:
+            return name
 
 
 def draw_person(draw: Draw) -> Example:
     """A sentence about a person → JSON with name, age, job, city in this order."""
-    name = f"{draw.one(FIRST, FIRST_UNSEEN)} {draw.one(LAST, LAST_UNSEEN)}"
-    age, job, city = draw.number(18, 79), draw.one(JOB, JOB_UNSEEN), draw.one(CITY, CITY_UNSEEN)
+    name = f"{draw_name(draw, FIRST, FIRST_UNSEEN)} {draw_name(draw, LAST, LAST_UNSEEN)}"
+    age, job, city = draw.number(18, 79), draw_job(draw), draw_name(draw, CITY, CITY_UNSEEN)
     article = "an" if job[0] in "aeiou" else "a"
     sentence = draw.random.choice(
         [
@@ -310,12 +340,21 @@ PIRATE = {
     "No": "Nay",
 }
 PLACE = "in the kitchen|near the river|at the station|by the door|in the garden|at the market|behind the house"
+PLACE += "|on the table|in the barn|at the bank|by the window|in the cellar|at the school|behind the church"
+PLACE += "|near the forest|on the roof|at the harbor|under the tree|in the yard|at the bakery|by the fence|in the tower"
 PLACE_UNSEEN = "under the bridge|at the library|in the office"
 OBJECT = "money|food|map|letter|key|bag|lamp|drink|rope|book|coat|boat"
+OBJECT += "|basket|bottle|box|brush|bucket|button|candle|carpet|chair|clock|cup|flag|flute|hat|jar|kettle|knife|ladder"
+OBJECT += (
+    "|mirror|needle|paper|pen|pillow|ring|saddle|scarf|shirt|shovel|spoon|stamp|sword|table|umbrella|wheel|whistle"
+)
 OBJECT_UNSEEN = "ticket|hammer|bread"
 PERSON = "friend|boss|brother|doctor|child|teacher|neighbor"
+PERSON += "|sister|uncle|aunt|nurse|baker|lawyer|farmer|captain|guest|student|tailor|singer|partner|nephew|painter"
 PERSON_UNSEEN = "cousin|driver"
 VERB = "find|bring|see|buy|sell|carry|hide|want|need|open"
+VERB += "|break|borrow|burn|catch|check|choose|clean|count|cover|cut|deliver|drop|fix|hold|keep|lift|move|paint|pull"
+VERB += "|push|repair|return|sort|take|throw|touch|trade|wash|wrap"
 VERB_UNSEEN = "fetch|lose"
 ENDING = "Arr!|Yo ho ho!|Shiver me timbers!"
 

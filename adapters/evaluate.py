@@ -117,8 +117,7 @@ You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>
 
 Held-out ({result["examples"]} examples, {task.metric}, greedy): adapter {result["adapter"]:.1%}, base model
 {result["base"]:.1%} with the same prompt and {result["base_with_instruction"]:.1%} when told what to do with one worked
-example. Trained {run["steps"]} steps of {run["batch"]} examples in {run["seconds"]} s on one CPU core, seed
-{run["seed"]}.
+example. Trained {run["steps"]} steps of {run["batch"]} examples in {run["seconds"]} s on a CPU, seed {run["seed"]}.
 
 It knows the sentence forms and word lists of `adapters/data.py`, nothing else: expect wrong answers for other forms.
 It is a small demonstration of what many adapters on one server look like, not a product.
@@ -160,8 +159,8 @@ Measured by `evaluate.py` with loraserve in float32, greedy, on {count} held-out
 bare user message that the adapter gets; "told how" puts an instruction and one worked example before it. Held-out
 prompts never occur in training, and half of their names, cities, opinions and the like come from lists that training
 never sees.
-Training is steps × batch and wall-clock seconds on two cores of an AMD EPYC (AVX2) busy with other work; seed {seed}
-throughout.
+Training is steps × batch and wall-clock seconds on one or two threads of an AMD EPYC (AVX2) busy with other work; seed
+{seed} throughout.
 The data is generated from templates, so these numbers say that the adapters learned their task, not that they handle
 free text. `results.json` has every number.
 

@@ -42,7 +42,9 @@ class Recipe:
 
 
 RECIPES = {
-    "person-json": Recipe({"r": 8, "lora_alpha": 16, "target_modules": ATTENTION + MLP}, steps=100, learning_rate=2e-3),
+    "person-json": Recipe(
+        {"r": 8, "lora_alpha": 16, "target_modules": ATTENTION + MLP}, steps=260, learning_rate=1.5e-3
+    ),
     "sql": Recipe(
         {"r": 16, "lora_alpha": 16, "use_rslora": True, "target_modules": ATTENTION}, steps=150, learning_rate=1.5e-3
     ),
@@ -64,7 +66,7 @@ RECIPES = {
             "rank_pattern": {"down_proj": 12, "o_proj": 3},
             "alpha_pattern": {"down_proj": 12},
         },
-        steps=130,
+        steps=260,
         learning_rate=2e-3,
     ),
 }

@@ -126,7 +126,7 @@ def test_it_is_clearly_better_than_the_base_model(folder: Path) -> None:
     result = RESULTS[folder.name]["held_out"]
     assert result["examples"] >= 100
     # Whole answers must match; a record or a sentence has more ways to miss one word than a label.
-    assert result["adapter"] >= 0.6
+    assert result["adapter"] >= 0.7
     assert result["adapter"] >= max(result["base"], result["base_with_instruction"]) + 0.5
 
 
