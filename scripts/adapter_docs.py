@@ -30,8 +30,8 @@ ROLES: dict[Role, str] = {
     Role.LORA_BIAS: "loaded with `lora_bias`: [out], for every module, else `missing_tensors`; without the field "
     "`config_tensor_mismatch`",
     Role.BASE_WEIGHT: "a copy of `embed_tokens` or `lm_head`: must equal the base's matrix, else "
-    "`unsupported_variant`, and have its width, else `shape_mismatch`; rows after the base's last are new tokens, which "
-    "both matrices must have, else `shape_mismatch`; elsewhere `unknown_tensor`",
+    "`unsupported_variant`, and have its width, else `shape_mismatch`; rows after the base's last are new tokens, "
+    "which both matrices must have, else `shape_mismatch`; elsewhere `unknown_tensor`",
     Role.BASE_BIAS: "loaded with `bias` where the base has that bias, else `unknown_tensor`; without the field "
     "`config_tensor_mismatch`",
     Role.WEIGHT: "loaded in place of the base's for `embed_tokens`, `lm_head` and norms that `modules_to_save` names, "
