@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from tiny_models import ATTENTION, MLP, Oracle, make_model
-from variants import PLAIN, PLAIN_FUSED, VOCAB, check_variant, make_prompts, make_variant
+import torch
+from engine_driver import Driver, engine_config
+from safetensors.torch import load_file, save_file
+from tiny_models import ATTENTION, MLP, Oracle, make_adapter, make_model
+from variants import PLAIN, PLAIN_FUSED, VOCAB, check_request, check_variant, make_prompts, make_variant
+
+from loraserve.errors import AdapterRefused
+from loraserve.verify import VerifyOptions, verify_adapter
 
 NEW = 5  # tokens that are added to the vocabulary
 ADDED = list(range(VOCAB, VOCAB + NEW))
@@ -104,3 +112,161 @@ def test_it_equals_peft(root: Path, name: str, kernels: str) -> None:
     plain = PLAIN_FUSED if case.model == "phi3" else PLAIN
     oracle = Oracle(model, new_tokens=case.new_tokens)
     check_variant(model, folder, root / f"beside-{case.model}", kernels, plain, oracle, prompts_for(case))
+
+
+# -- tokens that an adapter adds --------------------------------------------------------------------------------------
+
+
+def loud_adapter(root: Path) -> tuple[Path, Path]:
+    """An adapter that adds tokens and says one of them next, whatever the prompt."""
+    model, folder = model_of(root, "llama"), root / "adapters" / "loud"
+    if not folder.exists():
+        make_variant(model, folder, 3, new_tokens=NEW, save_embeddings=True, **PLAIN)
+        file = folder / "adapter_model.safetensors"
+        tensors = load_file(file)
+        head = tensors["base_model.model.lm_head.weight"]
+        # Logits of opposite signs, of which one is positive and beats all others.
+        head[VOCAB + 1], head[VOCAB + 2] = head[VOCAB + 1] * 30, head[VOCAB + 1] * -30
+        save_file(tensors, file)
+    return model, folder
+
+
+def test_added_tokens_are_generated_with_their_probabilities(root: Path) -> None:
+    model, folder = loud_adapter(root)
+    oracle, prompt = Oracle(model, new_tokens=NEW), make_prompts()[2]
+    with Driver(engine_config(model)) as driver:
+        driver.load("loud", folder)
+        greedy = driver.add(prompt, "loud", max_tokens=6, logprobs=3, prompt_logprobs=1)
+        sampled = driver.add(prompt, "loud", max_tokens=6, temperature=0.7, top_p=0.9, seed=1)
+        base = driver.add(prompt, None, max_tokens=6, temperature=5.0, seed=2)
+        driver.finish()
+        check_request(driver, greedy, oracle, folder, prompt)
+        assert set(driver.answers[greedy].tokens) <= {VOCAB + 1, VOCAB + 2}
+        assert max(driver.answers[sampled].tokens) >= VOCAB
+        expected = oracle.stepwise(folder, prompt, driver.answers[greedy].tokens)
+        answer = driver.answers[greedy]
+        first = next(output for output in answer.outputs if output.logprobs).logprobs
+        assert first is not None
+        own = expected[len(prompt) - 1].log_softmax(-1)[answer.tokens[0]]
+        assert first[0].logprob == pytest.approx(float(own), abs=1e-3)
+        # Beside it the base samples as it does alone.
+        alone = driver.add(prompt, None, max_tokens=6, temperature=5.0, seed=2)
+        driver.finish(alone)
+        assert driver.answers[alone].tokens == driver.answers[base].tokens
+
+
+def test_added_tokens_are_for_that_adapter_only(root: Path) -> None:
+    model, folder = loud_adapter(root)
+    plain = make_adapter(model, root / "adapters" / "plain", 5, **PLAIN)
+    with Driver(engine_config(model)) as driver:
+        driver.load("loud", folder)
+        driver.load("plain", plain)
+        last = VOCAB + NEW - 1
+        for prompt, name in (([5, last], None), ([5, last], "plain"), ([5, last + 1], "loud"), ([-1], "loud")):
+            refused = driver.add(prompt, name, max_tokens=2)
+            driver.finish(refused)
+            error = driver.answers[refused].last.error
+            assert error is not None
+            assert error.code == "invalid_token"
+        assert len(driver.ask([5, last], "loud", max_tokens=2)) == 2
+        driver.assert_idle()
+
+
+def test_replaced_rows_are_not_blended(root: Path) -> None:
+    model, folder = adapter_of(root, "norms")
+    plain = make_adapter(model, root / "adapters" / "plain-mistral", 5, **PLAIN)
+    with Driver(engine_config(model)) as driver:
+        driver.load("saved", folder)
+        driver.load("plain", plain)
+        for blend in ([("saved", 0.5)], [("saved", 1.0), ("plain", 1.0)], [("plain", 0.2), ("saved", 1.0)]):
+            refused = driver.add([5, 6], blend, max_tokens=2)
+            driver.finish(refused)
+            error = driver.answers[refused].last.error
+            assert error is not None
+            assert error.code == "invalid_request"
+            assert "alone and at scale 1" in error.message
+        assert len(driver.ask([5, 6], [("saved", 1.0)], max_tokens=2)) == 2
+        driver.assert_idle()
+
+
+# -- life on the device -----------------------------------------------------------------------------------------------
+
+
+def test_evicted_and_retracted_it_stays_right(root: Path) -> None:
+    """Two such adapters with room for one and little room for KV: they come and go, and every answer is right."""
+    model, first = adapter_of(root, "everything")
+    second = root / "adapters" / "everything-else"
+    make_variant(model, second, 4, **saved("norm", "lm_head"))
+    oracle = Oracle(model)
+    prompts = [prompt * 2 for prompt in make_prompts()[1:4]]
+    lora = {"lora_memory": 2 * VOCAB * 64 * 4 + 40 * 1024, "lora_page_rows": 4}
+    cache = {"kv_memory": 160 * 3 * 2 * 2 * 16 * 4, "page_size": 4}
+    with Driver(engine_config(model, lora=lora, cache=cache)) as driver:
+        driver.load("first", first)
+        driver.load("second", second)
+        asked = [
+            (f, p, driver.add(p, n, max_tokens=24)) for p in prompts for n, f in (("first", first), ("second", second))
+        ]
+        asked += [(None, prompt, driver.add(prompt, None, max_tokens=24)) for prompt in prompts]
+        driver.finish()
+        for folder, prompt, request_id in asked:
+            check_request(driver, request_id, oracle, folder, prompt)
+        # Now with the prompt in the prefix cache, of the adapter and of the base.
+        for name, folder in 2 * (("first", first), (None, None)):
+            again = driver.add(prompts[0], name, max_tokens=3)
+            driver.finish(again)
+            check_request(driver, again, oracle, folder, prompts[0])
+        stats = driver.stats
+        assert stats.adapter_evictions_total >= 2
+        assert stats.retractions_total >= 1
+        assert stats.cached_tokens_total > 0
+        driver.drop("first")
+        driver.drop("second")
+        assert driver.stats.lora_bytes_used == 0
+        assert driver.stats.host_lora_bytes_used == 0
+        driver.assert_idle()
+
+
+def test_in_half_precision_it_stays_near(root: Path) -> None:
+    model, folder = adapter_of(root, "tokens-and-lora-on-the-tied-head")
+    for dtype in ("bfloat16", "float16"):
+        verdict = verify_adapter(folder, VerifyOptions(model=str(model), device="cpu", dtype=dtype, max_tokens=4))
+        assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("name", ["added-trained-with-copies", "added-tied-saved", "everything"])
+def test_verify_knows_them(root: Path, name: str) -> None:
+    model, folder = adapter_of(root, name)
+    options = VerifyOptions(model=str(model), device="cpu", max_tokens=3)
+    verdict = verify_adapter(folder, options)
+    assert verdict.passed, verdict
+    assert verdict.effect > 0.1
+    # And it would find rows that are wrong.
+    wrong = root / "wrong" / name
+    shutil.copytree(folder, wrong)
+    tensors = load_file(wrong / "adapter_model.safetensors")
+    for key, tensor in tensors.items():
+        if "lora_" not in key:
+            tensors[key] = torch.cat((tensor[:-1], tensor[-1:] + 0.5))
+    save_file(tensors, wrong / "adapter_model.safetensors")
+    assert not verify_adapter(folder, replace(options, against=wrong)).passed
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39])
+@pytest.mark.parametrize("name", ["norms", "tokens", "added-saved"])
+def test_values_that_are_not_finite_are_refused(root: Path, tmp_path: Path, name: str, value: float) -> None:
+    model, folder = adapter_of(root, name)
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    tensors = load_file(broken / "adapter_model.safetensors")
+    unused = ("modules_to_save", "original_module")  # what PEFT writes beside the tensors that it reads
+    tensors = {key: tensor for key, tensor in tensors.items() if not any(word in key for word in unused)}
+    key = next(key for key in sorted(tensors) if "lora_" not in key)
+    changed = tensors[key].double()
+    changed.view(-1)[-1] = value
+    save_file(tensors | {key: changed}, broken / "adapter_model.safetensors")
+    with Driver(engine_config(model)) as driver:
+        with pytest.raises(AdapterRefused) as refused:
+            driver.load("broken", broken)
+        assert refused.value.code == "non_finite"
+        assert driver.stats.lora_bytes_used == driver.stats.host_lora_bytes_used == 0
