@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import ATTENTION, MLP, Oracle, make_adapter, make_model
 from variants import PLAIN, PLAIN_FUSED, VOCAB, check_request, check_variant, make_prompts, make_variant
 
-from loraserve.errors import AdapterRefused
+from loraserve import LLM, SamplingParams
+from loraserve.errors import AdapterNotFound, AdapterRefused, InvalidRequest, InvalidToken
 from loraserve.verify import VerifyOptions, verify_adapter
 
 NEW = 5  # tokens that are added to the vocabulary
@@ -270,3 +272,28 @@ def test_values_that_are_not_finite_are_refused(root: Path, tmp_path: Path, name
             driver.load("broken", broken)
         assert refused.value.code == "non_finite"
         assert driver.stats.lora_bytes_used == driver.stats.host_lora_bytes_used == 0
+
+
+def test_an_adapter_with_tokens_of_its_own(root: Path) -> None:
+    model = model_of(root, "llama-tied")
+    a = make_adapter(model, root / "adapters" / "plain-tied", 5, **PLAIN)
+    folder = make_variant(model, root / "adapters" / "tool", 3, new_tokens=2, **tokens([VOCAB, VOCAB + 1]))
+    (folder / "added_tokens.json").write_text(json.dumps({"<tool>": VOCAB, "</tool>": VOCAB + 1}))
+    greedy = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
+    options = {"kernels": "reference", "dtype": "float32", "kv_memory": "4MiB", "lora_memory": "4MiB"}
+    oracle = Oracle(model, new_tokens=2)
+    with LLM(str(model), adapters={"tool": folder, "a": a}, **options) as llm:
+        mine, plain = llm.generate(["use <tool>"] * 2, greedy, lora=["tool", "a"])
+        assert mine.prompt_token_ids[-1] == VOCAB
+        assert mine.token_ids == oracle.greedy(folder, mine.prompt_token_ids, 10)
+        assert max(plain.prompt_token_ids) < VOCAB
+        assert plain.token_ids == oracle.greedy(a, plain.prompt_token_ids, 10)
+        assert llm.generate([[5, VOCAB + 1]], greedy, lora="tool")[0].token_ids
+        for lora in (None, "a"):
+            with pytest.raises(InvalidToken):
+                llm.generate([[5, VOCAB]], greedy, lora=lora)
+        with pytest.raises(InvalidRequest, match="alone and at scale 1"):
+            llm.generate("x", greedy, lora={"name": "tool", "scale": 0.5})
+        llm.unload_adapter("tool")
+        with pytest.raises(AdapterNotFound):
+            llm.generate("use <tool>", greedy, lora="tool")
