@@ -17,6 +17,7 @@ from loraserve.lora.adapter_files import AdapterFiles, Layout, read_adapter_file
 from loraserve.lora.added_tokens import read_added_tokens
 from loraserve.lora.container import TensorReader
 from loraserve.lora.files import AdapterFolder
+from loraserve.lora.keys import Role
 from loraserve.lora.mlx_config import MlxConfig, parse_mlx_config, refuse_mlx_features
 from loraserve.lora.naming import Halves, NamedTensors, name_tensors, require_consistent
 from loraserve.lora.peft_config import PeftConfig, parse_peft_config, refuse_features, refuse_heads
@@ -27,6 +28,7 @@ from loraserve.lora.spec import (
     KINDS,
     AdapterSpec,
     BaseGeometry,
+    RowsDelta,
     TargetGeometry,
     TargetSpec,
     TensorRef,
@@ -87,11 +89,13 @@ def parse_adapter(folder: Path | AdapterFolder, geometry: BaseGeometry | None, m
         require_consistent(config, named, geometry)
     pairs = _pair(named, config)
     _check_ranks(pairs, max_rank)
+    deltas: dict[str, RowsDelta] = {}
     if geometry is not None:
+        pairs, deltas = _split_new_rows(pairs, named, geometry)
         _check_shapes(pairs, geometry)
     has_fused = any(pair.kind in FUSED for pair in pairs)
     pairs = _split(pairs, geometry)
-    brought = collect_rows(config, named, geometry, place)
+    brought = collect_rows(config, named, geometry, place, deltas)
     added = read_added_tokens(place, brought.replaced, 0 if geometry is None else geometry.vocab_size)
     features = config.features if isinstance(config, PeftConfig) else ("mlx-lm",)
     features += ("fused",) if has_fused else ()
@@ -132,11 +136,13 @@ def content_version(spec: AdapterSpec, folder: Path | AdapterFolder) -> str:
                 for piece in reader.chunks(ref):
                     digest.update(piece)
         for table, rows_part in ((rows.table, part) for rows in spec.replaced for part in rows.parts):
-            ids, ref = rows_part.ids, rows_part.ref
-            which = [ids.start, ids.stop] if isinstance(ids, range) else [list(ids)]
-            digest.update(json.dumps([str(table), *which, ref.dtype, *ref.shape]).encode() + b"\n")
-            for piece in reader.chunks(ref):
-                digest.update(piece)
+            ids, delta = rows_part.ids, rows_part.delta
+            which: list[object] = [ids.start, ids.stop] if isinstance(ids, range) else [list(ids)]
+            which += [] if delta is None else [float(delta.scaling).hex()]
+            for ref in rows_part.refs:
+                digest.update(json.dumps([str(table), *which, ref.dtype, *ref.shape]).encode() + b"\n")
+                for piece in reader.chunks(ref):
+                    digest.update(piece)
     if spec.added_tokens:
         digest.update(json.dumps(["tokens", *map(asdict, spec.added_tokens)]).encode() + b"\n")
     if spec.invocation:
@@ -249,6 +255,29 @@ def _check_ranks(pairs: list[_Pair], max_rank: int) -> None:
                 f"module {show(pair.module)} has rank {pair.rank}; the largest rank served is {max_rank} "
                 "(--max-lora-rank)",
             )
+
+
+def _split_new_rows(
+    pairs: list[_Pair], named: NamedTensors, geometry: BaseGeometry
+) -> tuple[list[_Pair], dict[str, RowsDelta]]:
+    """LoRA on a matrix with rows after the base's last, of which the file has a copy: the base's part, and theirs."""
+    vocab, deltas = geometry.vocab_size, {}
+    copies = {str(w.place.table): w.ref for w in named.whole if w.role is Role.BASE_WEIGHT}
+    for i, pair in enumerate(pairs):
+        copy, a, b = copies.get(pair.kind), pair.a, pair.b
+        if copy is None or a is None or b is None or pair.vectors or a.transposed or b.transposed:
+            continue
+        num_rows = a.shape[1] if pair.kind == "embed" else b.shape[0]
+        if copy.shape[:1] != (num_rows,) or num_rows <= vocab:
+            continue
+        new = num_rows - vocab
+        if pair.kind == "embed":
+            pairs[i] = replace(pair, a=a.columns(0, vocab))
+            deltas[pair.kind] = RowsDelta(a.columns(vocab, new), b, pair.scaling)
+        else:
+            pairs[i] = replace(pair, b=b.rows(0, vocab))
+            deltas[pair.kind] = RowsDelta(a, b.rows(vocab, new), pair.scaling)
+    return pairs, deltas
 
 
 def _check_shapes(pairs: list[_Pair], geometry: BaseGeometry) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import NamedTuple, NoReturn
@@ -15,7 +16,7 @@ from loraserve.lora.mlx_config import MlxConfig
 from loraserve.lora.modules import Place, RowPlace, canonical_path, other_modules, row_place_of, savable_modules
 from loraserve.lora.naming import NamedTensors, WholeWeight
 from loraserve.lora.peft_config import PeftConfig
-from loraserve.lora.spec import MODULE_PATHS, BaseGeometry, ReplacedRows, RowsPart, TensorRef
+from loraserve.lora.spec import MODULE_PATHS, BaseGeometry, ReplacedRows, RowsDelta, RowsPart, TensorRef
 from loraserve.lora.strict_json import show
 from loraserve.lora.tables import VOCABULARY, Table
 
@@ -66,16 +67,22 @@ def refuse_saved_modules(config: PeftConfig, geometry: BaseGeometry | None) -> N
 
 
 def collect_rows(
-    config: PeftConfig | MlxConfig, named: NamedTensors, geometry: BaseGeometry | None, folder: AdapterFolder
+    config: PeftConfig | MlxConfig,
+    named: NamedTensors,
+    geometry: BaseGeometry | None,
+    folder: AdapterFolder,
+    deltas: Mapping[str, RowsDelta],
 ) -> Brought:
     """Check and gather all rows that an adapter brings. Copies of base matrices are compared with the base's.
+
+    `deltas` are LoRA of rows after the base's last, by table.
 
     Raises `AdapterRefused`: `config_tensor_mismatch`, `missing_tensors`, `unknown_tensor`, `zero_size`,
     `shape_mismatch`, `invalid_config` for ids out of the vocabulary, `unsupported_variant` for what PEFT cannot
     compute and for copies that differ from the base's.
     """
     with TensorReader(folder) as reader:
-        gathering = _Gathering(config, named, geometry, reader)
+        gathering = _Gathering(config, named, geometry, reader, deltas)
         gathering.sort_whole_weights()
         gathering.add_token_rows()
         return gathering.finish()
@@ -87,6 +94,7 @@ class _Gathering:
     named: NamedTensors
     geometry: BaseGeometry | None
     reader: TensorReader
+    deltas: Mapping[str, RowsDelta]
     saved: dict[RowPlace, TensorRef] = field(default_factory=dict)
     copies: dict[Table, TensorRef] = field(default_factory=dict)
     token_rows: dict[Table, RowsPart] = field(default_factory=dict)
@@ -262,7 +270,9 @@ class _Gathering:
         vocab = 0 if self.geometry is None else self.geometry.vocab_size
         for table, ref in self.copies.items():
             if self.geometry is not None and ref.shape[0] > vocab:
-                parts[table].append(RowsPart(range(vocab, ref.shape[0]), ref.rows(vocab, ref.shape[0] - vocab)))
+                parts[table].append(
+                    RowsPart(range(vocab, ref.shape[0]), ref.rows(vocab, ref.shape[0] - vocab), self.deltas.get(table))
+                )
         for place, ref in sorted(self.saved.items(), key=lambda item: item[0].row or 0):
             ids = range(ref.shape[0]) if place.row is None else range(place.row, place.row + 1)
             parts[place.table].append(RowsPart(ids, ref))

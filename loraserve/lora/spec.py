@@ -47,6 +47,17 @@ class TensorRef:
     begin: int  # absolute byte offsets in the file
     end: int
     transposed: bool = False  # the bytes are those of shape[::-1]; `TensorReader` gives the transposed view
+    pitch: int = 0  # bytes from one row to the next, where these are some columns of a matrix; 0: rows adjoin
+
+    def columns(self, begin: int, count: int) -> TensorRef:
+        """Some columns of a matrix that is not transposed."""
+        assert not self.transposed
+        assert not self.pitch
+        row = self.num_bytes // self.shape[0]
+        first = self.begin + begin * (row // self.shape[1])
+        size = count * (row // self.shape[1])
+        end = first + (self.shape[0] - 1) * row + size
+        return replace(self, shape=(self.shape[0], count), begin=first, end=end, pitch=row)
 
     def rows(self, begin: int, count: int) -> TensorRef:
         """Some rows of a tensor that is not transposed (elements, if it is a vector)."""
@@ -63,7 +74,15 @@ class TensorRef:
     @property
     def num_bytes(self) -> int:
         """Bytes in the file."""
-        return self.end - self.begin
+        return self.num_elements * DTYPE_BYTES[self.dtype] if self.pitch else self.end - self.begin
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """(begin, number of bytes) of what adjoins in the file."""
+        if not self.pitch:
+            return ((self.begin, self.num_bytes),)
+        row = self.num_bytes // self.shape[0]
+        return tuple((self.begin + i * self.pitch, row) for i in range(self.shape[0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +125,26 @@ class TargetSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class RowsDelta:
+    """LoRA of rows that the adapter brings, added to them once: scaling · BA for lm_head, its transpose for embed."""
+
+    a: TensorRef  # [rank, hidden]; embed: [rank, len(ids)]
+    b: TensorRef  # [len(ids), rank]; embed: [hidden, rank]
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
 class RowsPart:
-    """The rows that one tensor brings. `ids` ascend, or are in the tensor's order where they do not."""
+    """The rows that one tensor brings, in its order."""
 
     ids: Sequence[int]  # distinct; a range where they follow each other, since a vocabulary has many
     ref: TensorRef  # [len(ids), width], or [width] for a single row
+    delta: RowsDelta | None = None
+
+    @property
+    def refs(self) -> tuple[TensorRef, ...]:
+        """All tensors, in the order in which they are read."""
+        return (self.ref,) if self.delta is None else (self.ref, self.delta.a, self.delta.b)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +219,7 @@ class AdapterSpec:
     def all_refs(self) -> tuple[TensorRef, ...]:
         """All tensors in the order in which they are read; some more than once."""
         deltas = tuple(ref for target in self.targets for ref in target.refs)
-        return deltas + tuple(part.ref for rows in self.replaced for part in rows.parts)
+        return deltas + tuple(ref for rows in self.replaced for part in rows.parts for ref in part.refs)
 
     @property
     def num_parameters(self) -> int:

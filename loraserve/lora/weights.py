@@ -19,7 +19,7 @@ from loraserve.kernels.metadata import Kind
 from loraserve.lora.affine import BaseWeights, Module, dora_factor, need
 from loraserve.lora.container import TensorReader
 from loraserve.lora.layout import PoolLayout
-from loraserve.lora.spec import AdapterSpec, ReplacedRows, TargetSpec, TensorRef
+from loraserve.lora.spec import AdapterSpec, ReplacedRows, RowsDelta, TargetSpec, TensorRef
 from loraserve.lora.tables import Table
 
 # torch runs an elementwise operation of at most this many elements on the calling thread alone. Staging in tiles of
@@ -192,15 +192,25 @@ def _stage_rows(rows: ReplacedRows, into: StagedRows, source: _Source) -> None:
         places = np.searchsorted(into.ids, np.asarray(part.ids, np.int64))
         together = bool((np.diff(places) == 1).all())
         step = max(1, _PIECE // rows.width)
+        delta = None if part.delta is None else _rows_delta(rows.table, part.delta, source)
         for begin in range(0, len(places), step):
             end = min(begin + step, len(places))
             ref = part.ref if len(part.ref.shape) == 1 else part.ref.rows(begin, end - begin)
             values, name = source.read_all(ref).view(end - begin, rows.width), f"{rows.table} ({part.ref.name})"
+            if delta is not None:
+                values = values.float() + delta[begin:end]
             if together:
                 _convert(values, into.rows[places[begin] : places[begin] + end - begin], None, name)
                 continue
             for row, place in zip(values, places[begin:end].tolist(), strict=True):
                 _convert(row[None], into.rows[place : place + 1], None, name)
+
+
+def _rows_delta(table: Table, delta: RowsDelta, source: _Source) -> Tensor:
+    """[num_rows, width] float32."""
+    a, b = source.read_all(delta.a).float(), source.read_all(delta.b).float()
+    found = (b @ a) * delta.scaling
+    return found.T if table is Table.EMBED else found
 
 
 def _stage_target(target: TargetSpec, into: StagedTarget, source: _Source, base: BaseWeights | None) -> None:

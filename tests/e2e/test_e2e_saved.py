@@ -70,6 +70,8 @@ CASES: dict[str, Case] = {
     ),
     "added": Case("llama", PLAIN, NEW, True),
     "added-tied": Case("qwen2", PLAIN, NEW, True),
+    "added-with-lora": Case("llama", saved(target_modules=["q_proj", "embed_tokens", "lm_head"]), NEW, True),
+    "added-with-lora-tied": Case("qwen2", saved(target_modules=["embed_tokens"], use_rslora=True), NEW, True),
     "added-saved": Case("mistral", saved("embed_tokens", "lm_head"), NEW, True),
     "added-saved-without-copies": Case("llama", saved("embed_tokens", "lm_head"), NEW),
     "added-tied-saved": Case("llama-tied", saved("embed_tokens"), NEW, True),
