@@ -95,7 +95,7 @@ def plan_step_rows(
     device: torch.device,
 ) -> StepRows | None:
     """What the adapters of a step bring; None if nothing. Sequence i owns the tokens q_indptr[i] .. q_indptr[i + 1]."""
-    mine = {slot: tokens for slot, tokens in _tokens_of(slots, q_indptr).items() if slot in replaced}
+    mine = _tokens_of(replaced, slots, q_indptr)
     if not mine:
         return None
     embeds: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
@@ -125,8 +125,8 @@ def plan_logits_rows(
 ) -> LogitsRows | None:
     """The same for rows of logits; sequence i owns the rows row_indptr[i] .. row_indptr[i + 1]."""
     heads = []
-    for slot, rows in _tokens_of(slots, row_indptr).items():
-        head = replaced.get(slot, {}).get(Table.LM_HEAD)
+    for slot, rows in _tokens_of(replaced, slots, row_indptr).items():
+        head = replaced[slot].get(Table.LM_HEAD)
         if head is not None and len(rows):
             heads.append(TokensOfSlot(_put(rows, device), head))
     return LogitsRows(tuple(heads), max(int(head.rows.ids[-1]) + 1 for head in heads)) if heads else None
@@ -138,12 +138,13 @@ def vocab_size_of(replaced: Replaced, slots: Sequence[tuple[int, float]], base: 
     return max([base, *(int(head.ids[-1]) + 1 for head in heads if head is not None)])
 
 
-def _tokens_of(slots: Slots, indptr: NDArray[np.integer]) -> dict[int, NDArray[np.int64]]:
-    """Slot → its tokens, in order."""
+def _tokens_of(replaced: Replaced, slots: Slots, indptr: NDArray[np.integer]) -> dict[int, NDArray[np.int64]]:
+    """Slot → its tokens, in order; of slots that bring any rows."""
     ranges: dict[int, list[NDArray[np.int64]]] = {}
-    for i, uses in enumerate(slots):
+    for i, uses in enumerate(slots) if replaced else ():
         for slot, _ in uses:
-            ranges.setdefault(slot, []).append(np.arange(indptr[i], indptr[i + 1], dtype=np.int64))
+            if slot in replaced:
+                ranges.setdefault(slot, []).append(np.arange(indptr[i], indptr[i + 1], dtype=np.int64))
     return {slot: np.concatenate(found) for slot, found in ranges.items()}
 
 

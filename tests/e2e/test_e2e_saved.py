@@ -13,9 +13,11 @@ import torch
 from engine_driver import Driver, engine_config
 from safetensors.torch import load_file, save_file
 from tiny_models import ATTENTION, MLP, Oracle, make_adapter, make_model
+from typer.testing import CliRunner
 from variants import PLAIN, PLAIN_FUSED, VOCAB, check_request, check_variant, make_prompts, make_variant
 
 from loraserve import LLM, SamplingParams
+from loraserve.cli import make_app
 from loraserve.errors import AdapterNotFound, AdapterRefused, InvalidRequest, InvalidToken
 from loraserve.verify import VerifyOptions, verify_adapter
 
@@ -236,6 +238,21 @@ def test_in_half_precision_it_stays_near(root: Path) -> None:
     for dtype in ("bfloat16", "float16"):
         verdict = verify_adapter(folder, VerifyOptions(model=str(model), device="cpu", dtype=dtype, max_tokens=4))
         assert verdict.passed, verdict
+
+
+def test_the_offline_report_knows_them(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    model, folder = adapter_of(root, "added-trained-tied")
+    (folder / "added_tokens.json").write_text(json.dumps({"[bold]<tool>": VOCAB, "<|im_end|>": 2}))
+    try:
+        for base in ([], ["--model", str(model)]):
+            result = CliRunner().invoke(make_app(), ["adapters", "inspect", str(folder), *base])
+            assert result.exit_code == 0, result.output
+            assert "trainable_token_indices" in result.output
+            assert f"embed:{1 + NEW}" in result.output
+            assert (f"{NEW}: '[bold]<tool>'" in result.output) == bool(base)
+    finally:
+        (folder / "added_tokens.json").unlink()
 
 
 @pytest.mark.parametrize("name", ["added-trained-with-copies", "added-tied-saved", "everything"])
