@@ -79,7 +79,8 @@ class LogitsRows:
             for begin, end in rows.runs():
                 first = int(rows.offsets[begin])
                 weight = rows.storage[first : first + (end - begin) * rows.width].view(end - begin, rows.width)
-                found, ids = F.linear(mine, weight), rows.ids[begin:end]
+                # Few tokens, many rows: as W·xᵀ this is several times as fast on CPUs as x·Wᵀ.
+                found, ids = torch.mm(weight, mine.T).T, rows.ids[begin:end]
                 if ids[-1] - ids[0] == end - begin - 1:
                     logits[tokens, int(ids[0]) : int(ids[-1]) + 1] = found
                 else:
