@@ -74,8 +74,17 @@ def _tokens_in(file: str, parsed: Json) -> Iterator[tuple[int, AddedToken]]:
         if type(token) is not int or token < 0 or not isinstance(entry, dict):
             continue
         content = entry.get("content")
-        if isinstance(content, str) and 0 < len(content) <= MAX_CONTENT:
+        if isinstance(content, str) and 0 < len(content) <= MAX_CONTENT and _is_text(content):
             flags = {
                 name: entry.get(name) is True for name in ("special", "lstrip", "rstrip", "single_word", "normalized")
             }
             yield token, AddedToken(token, content, **flags)
+
+
+def _is_text(content: str) -> bool:
+    """Whether it can be written as UTF-8; JSON can spell halves of characters."""
+    try:
+        content.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

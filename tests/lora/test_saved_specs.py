@@ -418,7 +418,13 @@ def test_added_tokens_without_rows_are_a_warning(tmp_path: Path, ids: list[int])
 
 @pytest.mark.parametrize(
     "content",
-    ["<html>", "[1]", '{"added_tokens": 3}', '{"added_tokens": [3, {"id": true}, {"id": 1e9, "content": "x"}, null]}'],
+    [
+        "<html>",
+        "[1]",
+        *(json.dumps({"added_tokens": [{"id": VOCAB, "content": text}]}) for text in ("\ud800", "", "x" * 2000)),
+        '{"added_tokens": 3}',
+        '{"added_tokens": [3, {"id": true}, {"id": 1e9, "content": "x"}, null]}',
+    ],
 )
 def test_files_that_are_no_tokenizers_do_no_harm(tmp_path: Path, content: str) -> None:
     assert added(tmp_path, [VOCAB], {"tokenizer.json": content}).added_tokens == ()
