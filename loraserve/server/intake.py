@@ -91,9 +91,22 @@ def check_shared(body: GenerationBody, tenant: str) -> SharedFields:
 def resolve_adapters(state: ServerState, model: str, lora: Sequence[Blend | None]) -> list[tuple[ResolvedUse, ...]]:
     """Adapters of each prompt, from `model` and `lora`. Raises `ModelNotFound`, `AdapterNotFound`, `InvalidRequest`."""
     named = state.adapter_of(model)
-    return [
+    found = [
         tuple(ResolvedUse(state.directory.resolve(ref), ref.scale) for ref in combine(named, blend)) for blend in lora
     ]
+    for uses in found:
+        _require_alone(uses)
+    return found
+
+
+def _require_alone(uses: tuple[ResolvedUse, ...]) -> None:
+    """Rows that replace the base's can be neither scaled nor added to another adapter's; the engine refuses it too."""
+    own = next((use.adapter.name for use in uses if use.adapter.stored.report.replaced), None)
+    if own is not None and [use.scale for use in _merged(uses)] != [1.0]:
+        raise InvalidRequest(
+            f"the adapter {own} replaces whole modules or token rows, so it is served alone and at scale 1 only",
+            param="lora",
+        )
 
 
 def same_versions(some: Sequence[tuple[ResolvedUse, ...]], others: Sequence[tuple[ResolvedUse, ...]]) -> bool:

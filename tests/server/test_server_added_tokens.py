@@ -93,6 +93,24 @@ async def test_tokenize_and_detokenize_by_model(client: httpx.AsyncClient, first
     assert (refusal.status_code, refusal.json()["error"]["code"]) == (400, "invalid_token")
 
 
+async def test_rows_are_neither_scaled_nor_blended(
+    client: httpx.AsyncClient, server: ServerState, library: FakeLibrary, engine: FakeEngine
+) -> None:
+    library.reported = {"replaced": ("norm:3",)}
+    for name in ("norms", "norms-too"):
+        await load(server, library, name, "one content")
+    library.reported = {}
+    await load(server, library, "other")
+    half, whole, other = {"name": "norms", "scale": 0.5}, {"name": "norms"}, {"name": "other"}
+    for lora in (half, [whole, other], [other, half], [whole, {"name": "norms-too"}]):
+        message = await refused(client, 400, "invalid_request", "lora", lora=lora)
+        assert "alone and at scale 1" in message
+    assert not engine.requests
+    # Two names of one version are one adapter.
+    for lora in ("norms", [half, {"name": "norms-too", "scale": 0.5}]):
+        await ok(client, lora=lora)
+
+
 async def test_a_replaced_adapter_is_read_anew(
     client: httpx.AsyncClient, engine: FakeEngine, server: ServerState, library: FakeLibrary, first: int
 ) -> None:
