@@ -124,6 +124,10 @@ def _require_finite(spec: AdapterSpec, folder: Path, round_to: _Cast) -> None:
                             AdapterFault.NON_FINITE,
                             f"{target.module} ({show(ref.name)}) has a value that is not finite after scaling",
                         )
+        for ref in dict.fromkeys(ref for rows in spec.replaced for part in rows.parts for ref in part.refs):
+            for piece in reader.pieces(ref, _PIECE):
+                if not np.isfinite(round_to(_as_float32(piece, ref))).all():
+                    raise AdapterRefused(AdapterFault.NON_FINITE, f"{show(ref.name)} has a value that is not finite")
 
 
 def _as_float32(piece: np.ndarray[Any, Any], ref: TensorRef) -> np.ndarray[Any, Any]:

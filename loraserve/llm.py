@@ -24,6 +24,7 @@ from loraserve.errors import (
 from loraserve.kernels.threads import configure_threads
 from loraserve.lora.format import content_version, parse_adapter
 from loraserve.lora.names import check_name
+from loraserve.lora.spec import LoadReport
 from loraserve.sampling import SamplingParams
 from loraserve.scheduler.request import AdapterUse
 from loraserve.server.assembly import Assembler
@@ -88,6 +89,8 @@ class LLM:
         self._loop = self._parts.loop
         self._text = Text(load_tokenizer(Path(self._parts.info.model_path)))
         self._versions: dict[str, str] = {}
+        self._reports: dict[str, LoadReport] = {}  # of every version that is loaded
+        self._texts: dict[str, Text] = {}  # of versions that bring tokens of their own
         self._ids = itertools.count()
         self._closed = False
         try:
@@ -121,8 +124,9 @@ class LLM:
         old = self._versions.get(name)
         self._call(lambda done: self._loop.load_adapter(version, str(folder), False, done))
         self._versions[name] = version
+        self._reports[version] = LoadReport.of(spec, version)
         if old is not None and old not in self._versions.values():
-            self._call(lambda done: self._loop.drop_adapter(old, False, done))
+            self._drop(old)
         return version
 
     def unload_adapter(self, name: str) -> None:
@@ -131,7 +135,7 @@ class LLM:
         version = self._version(name)
         del self._versions[name]
         if version not in self._versions.values():
-            self._call(lambda done: self._loop.drop_adapter(version, False, done))
+            self._drop(version)
 
     def generate(
         self,
@@ -175,27 +179,43 @@ class LLM:
             raise InvalidRequest(
                 "max_tokens must be at least 1 unless prompt_logprobs is asked for", param="max_tokens"
             )
-        ids = self._encode(prompt)
         scales: dict[str, float] = {}
         for ref in parse_lora(lora):
             # Two names of one version are one adapter whose scales add up.
             version = self._version(ref.name, ref.prefix)
             scales[version] = scales.get(version, 0.0) + ref.scale
         uses = [AdapterUse(version, scale) for version, scale in scales.items()]
+        text = self._text_of(uses)
+        ids = self._encode(prompt, text, max((self._reports[use.version].new_tokens for use in uses), default=0))
         request_id = f"llm-{next(self._ids)}"
         silent = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             silent |= frozenset(self._parts.info.eos_token_ids)
-        state = _Running(ids, Assembler(self._text, params.stop, ids), silent)
+        state = _Running(ids, Assembler(text, params.stop, ids), silent)
         return AddRequest(id=request_id, prompt=ids, params=params, adapters=uses), state
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _drop(self, version: str) -> None:
+        self._call(lambda done: self._loop.drop_adapter(version, False, done))
+        self._reports.pop(version, None)
+        self._texts.pop(version, None)
+
+    def _text_of(self, uses: list[AdapterUse]) -> Text:
+        """The tokenizer of a request: the base's, unless its one adapter brings tokens of its own."""
+        added = self._reports[uses[0].version].added_tokens if len(uses) == 1 else ()
+        if not added:
+            return self._text
+        version = uses[0].version
+        if version not in self._texts:
+            self._texts[version] = self._text.with_tokens(added) or self._text
+        return self._texts[version]
+
+    def _encode(self, prompt: Prompt, text: Text, num_new_tokens: int) -> list[int]:
         if isinstance(prompt, str):
             check_text(prompt, "prompt")
-            ids = self._text.encode(prompt).ids
+            ids = text.encode(prompt).ids
         else:
             ids = list(prompt)
-        vocab_size = self._parts.info.vocab_size
+        vocab_size = self._parts.info.vocab_size + num_new_tokens
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int):
                 raise InvalidRequest(f"prompt has {token!r:.40} among its token ids", param="prompt")

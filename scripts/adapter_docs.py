@@ -29,14 +29,20 @@ ROLES: dict[Role, str] = {
     "`config_tensor_mismatch`",
     Role.LORA_BIAS: "loaded with `lora_bias`: [out], for every module, else `missing_tensors`; without the field "
     "`config_tensor_mismatch`",
-    Role.BASE_WEIGHT: "of `embed_tokens` or `lm_head`: must equal the base's matrix, else `unsupported_variant` or, "
-    "for another size, `shape_mismatch`; elsewhere `unknown_tensor`",
+    Role.BASE_WEIGHT: "a copy of `embed_tokens` or `lm_head`: must equal the base's matrix, else "
+    "`unsupported_variant`, and have its width, else `shape_mismatch`; rows after the base's last are new tokens, "
+    "which both matrices must have, else `shape_mismatch`; elsewhere `unknown_tensor`",
     Role.BASE_BIAS: "loaded with `bias` where the base has that bias, else `unknown_tensor`; without the field "
     "`config_tensor_mismatch`",
-    Role.WEIGHT: "as `base_layer.weight`",
+    Role.WEIGHT: "loaded in place of the base's for `embed_tokens`, `lm_head` and norms that `modules_to_save` names, "
+    "with all rows of the base's or more, else `shape_mismatch`; a matrix that is not named is as `base_layer.weight`; "
+    "elsewhere `unknown_tensor`",
     Role.BIAS: "loaded with `bias` where the base has that bias, else `unknown_tensor`; without the field "
     "`config_tensor_mismatch`",
-    Role.TOKEN_ROWS: "`unsupported_variant` with `trainable_token_indices`, else `config_tensor_mismatch`",
+    Role.TOKEN_ROWS: "loaded for `embed_tokens` and `lm_head` with `trainable_token_indices`: a row for each id, else "
+    "`shape_mismatch`; without the field `config_tensor_mismatch`",
+    Role.ORIGINAL_WEIGHT: "not used, as in PEFT: the base's own `embed_tokens` or `lm_head` beside the saved one that "
+    "replaces it; elsewhere `unknown_tensor`",
     Role.UNKNOWN: "`unknown_tensor`",
 }
 

@@ -65,6 +65,8 @@ CASES: list[tuple[Role, str, tuple[int, ...], dict[str, Any]]] = [
     (Role.BASE_BIAS, f"{Q}.base_layer.bias", (raw.HIDDEN,), {"bias": "all"}),
     (Role.BASE_BIAS, f"{Q}.base_layer.bias", (raw.HIDDEN,), {}),
     (Role.WEIGHT, f"{Q}.weight", SQUARE, {}),
+    (Role.WEIGHT, f"{EMBED}.weight", (raw.VOCAB - 1, raw.HIDDEN), {"modules_to_save": ["embed_tokens"]}),
+    (Role.ORIGINAL_WEIGHT, f"{EMBED}.original_module.weight", (raw.VOCAB, raw.HIDDEN), {}),
     (Role.BIAS, f"{Q}.bias", (raw.HIDDEN,), {"bias": "lora_only"}),
     (Role.BIAS, f"{Q}.bias", (raw.HIDDEN,), {}),
     (Role.TOKEN_ROWS, f"{EMBED}.token_adapter.trainable_tokens_delta", (1, raw.HIDDEN), {}),
@@ -72,7 +74,7 @@ CASES: list[tuple[Role, str, tuple[int, ...], dict[str, Any]]] = [
         Role.TOKEN_ROWS,
         f"{EMBED}.token_adapter.trainable_tokens_delta",
         (1, raw.HIDDEN),
-        {"trainable_token_indices": [0]},
+        {"trainable_token_indices": [0, 1]},
     ),
     (Role.UNKNOWN, f"{Q}.lora_C.weight", (4, 4), {}),
 ]
@@ -86,5 +88,5 @@ def test_refusals_are_those_of_the_table(
     tensors = raw.plain_tensors() | {key: raw.Tensor(shape)}
     with pytest.raises(AdapterRefused) as refused:
         parse_adapter(raw.write(tmp_path, raw.plain_config(**config), tensors), raw.GEOMETRY, 64)
-    row = docs.ROLES[Role.BASE_WEIGHT if role is Role.WEIGHT else role]
+    row = docs.ROLES[role]
     assert f"`{refused.value.code}`" in row, refused.value.message

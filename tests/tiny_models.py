@@ -13,13 +13,28 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PreTrainedTokenizerFast, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+_CONFIGS = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "phi3": Phi3Config,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 
@@ -69,7 +84,7 @@ def make_model(folder: Path, family: str = "llama", seed: int = 0, **overrides: 
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": tokenizer.bos_token_id,
     }
-    config_class = {"llama": LlamaConfig, "qwen2": Qwen2Config, "phi3": Phi3Config}[family]
+    config_class = _CONFIGS[family]
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config_class(**(shape | overrides)), dtype=torch.float32)
     for name, parameter in model.named_parameters():
@@ -98,11 +113,20 @@ def make_adapter(model_folder: Path, folder: Path, seed: int, *, std: float = 0.
     return folder
 
 
+NEW_TOKENS_MARK = "new_tokens"
+
+
+def has_new_tokens(adapter: Path) -> bool:
+    """Whether an adapter was made on a model with a resized vocabulary."""
+    return (adapter / NEW_TOKENS_MARK).exists()
+
+
 @dataclass
 class Oracle:
     """Greedy continuations of Hugging Face + PEFT in fp32, one sequence at a time."""
 
     model_folder: Path
+    new_tokens: int = 0  # what the adapters' training added to the vocabulary
     _base: Any = None
     _adapted: dict[Path, Any] = field(default_factory=dict)
 
@@ -114,6 +138,8 @@ class Oracle:
         if adapter not in self._adapted:
             with quiet():
                 base = AutoModelForCausalLM.from_pretrained(self.model_folder, dtype=torch.float32)
+                if self.new_tokens and has_new_tokens(adapter):
+                    base.resize_token_embeddings(base.config.vocab_size + self.new_tokens)
                 self._adapted[adapter] = PeftModel.from_pretrained(base, adapter).eval()
         return self._adapted[adapter]
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from loraserve.cli.refusals import refusals
@@ -16,6 +17,9 @@ from loraserve.config import LoraConfig, format_bytes, parse_bytes
 from loraserve.inspection import Inspection, inspect_folder, open_base
 from loraserve.lora.convert import DEFAULT_MAX_BYTES, DEFAULT_TIMEOUT_S, convert_adapter
 from loraserve.lora.spec import KindReport
+from loraserve.lora.strict_json import show
+
+_SHOWN_TOKENS = 8
 
 
 def is_path(text: str) -> bool:
@@ -81,6 +85,11 @@ def _print(found: Inspection) -> None:
         device = found.device
         head.add_row("on device", f"{format_bytes(device.bytes)} in {device.dtype} on {device.model}")
     head.add_row("features", ", ".join(report.features) or "plain LoRA")
+    if report.replaced:
+        head.add_row("own rows", ", ".join(report.replaced))
+    if report.new_tokens:
+        names = escape(", ".join(show(token.content) for token in report.added_tokens[:_SHOWN_TOKENS]))
+        head.add_row("new tokens", f"{report.new_tokens}: {names}" if names else str(report.new_tokens))
     for warning in report.warnings:
         head.add_row("warning", warning)
     modules = Table(box=None, pad_edge=False)

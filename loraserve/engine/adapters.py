@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from loraserve.engine.messages import AdapterStatus, ErrorInfo
-from loraserve.errors import AdapterFailed, AdapterNotFound, LoraserveError
+from loraserve.errors import AdapterFailed, AdapterNotFound, InvalidRequest, LoraserveError
 from loraserve.lora.format import parse_adapter
 from loraserve.lora.residency import (
     AdapterDropped,
@@ -77,6 +77,7 @@ class AdapterDesk:
         Activated LoRAs that the prompt does not invoke are left out, which makes their requests the base's.
         """
         self._require(adapters)
+        self._require_alone(adapters)
         starts = [self._residency.spec(use.version).first_token(prompt) for use in adapters]
         return tuple(
             use._replace(start=start) for use, start in zip(adapters, starts, strict=True) if start is not None
@@ -90,6 +91,22 @@ class AdapterDesk:
             self._residency.require_room(versions)
         for version in versions:
             self._residency.hold(version)
+
+    def num_new_tokens(self, adapters: Sequence[AdapterUse]) -> int:
+        """Token ids beyond the base's vocabulary that these known versions bring rows for."""
+        return max((self._residency.spec(use.version).num_new_tokens for use in adapters), default=0)
+
+    def _require_alone(self, adapters: Sequence[AdapterUse]) -> None:
+        """Rows that replace the base's can be neither scaled nor added to another adapter's."""
+        if len(adapters) == 1 and adapters[0].scale == 1.0:
+            return
+        for use in adapters:
+            if self._residency.spec(use.version).replaced:
+                raise InvalidRequest(
+                    f"adapter version {use.version[:12]} replaces whole modules or token rows, so it is served alone "
+                    "and at scale 1 only",
+                    param="lora",
+                )
 
     def _require(self, adapters: Sequence[AdapterUse]) -> None:
         for version, *_ in adapters:

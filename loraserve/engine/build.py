@@ -56,7 +56,13 @@ def geometry_of(shape: ModelShape, folder: Path, names: tuple[str, ...]) -> Base
         TargetGeometry(str(target.kind), target.in_features, target.out_features, target.num_layers, target.has_bias)
         for target in shape.lora_targets()
     )
-    return BaseGeometry(targets=targets, names=names, tied_head=shape.tie_word_embeddings, folder=str(folder))
+    return BaseGeometry(
+        targets=targets,
+        names=names,
+        tied_head=shape.tie_word_embeddings,
+        folder=str(folder),
+        head_norm_width=shape.head_dim if shape.qk_norm else 0,
+    )
 
 
 def build_engine(config: EngineConfig, watch: LogitsWatch | None = None) -> EngineParts:

@@ -116,7 +116,7 @@ class EngineLoop:
             eos_ids=frozenset() if params.ignore_eos else self._eos,
         )
         try:
-            self._check_tokens(message.prompt)
+            self._check_tokens(message.prompt, self._vocab_size + self._adapters.num_new_tokens(adapters))
             self._adapters.hold(request.adapters)
             try:
                 self._scheduler.add(request)
@@ -128,10 +128,11 @@ class EngineLoop:
         else:
             self._open.add(message.id)
 
-    def _check_tokens(self, prompt: list[int]) -> None:
+    @staticmethod
+    def _check_tokens(prompt: list[int], vocab_size: int) -> None:
         # An id outside the tables would be read as memory by the kernels, in the middle of everybody's forward.
-        if prompt and not (min(prompt) >= 0 and max(prompt) < self._vocab_size):
-            raise InvalidToken(f"token ids must be from 0 to {self._vocab_size - 1}", param="prompt")
+        if prompt and not (min(prompt) >= 0 and max(prompt) < vocab_size):
+            raise InvalidToken(f"token ids must be from 0 to {vocab_size - 1}", param="prompt")
 
     def _namespace(self, message: AddRequest, adapters: tuple[AdapterUse, ...]) -> str:
         salt = message.cache_salt or ""

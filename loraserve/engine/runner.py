@@ -17,6 +17,7 @@ from loraserve.lora.batch import build_segments
 from loraserve.lora.residency import AdapterResidency
 from loraserve.models.decoder import Decoder
 from loraserve.models.forward_batch import ForwardBatch
+from loraserve.models.replaced import plan_logits_rows, plan_step_rows, vocab_size_of
 from loraserve.scheduler.batch import ModelWorkerBatch
 from loraserve.scheduler.request import Request
 
@@ -68,10 +69,11 @@ class ModelRunner:
     def prepare(self, batch: ModelWorkerBatch) -> ForwardBatch:
         """Put a step's arrays on the device."""
         slots = [[(self._residency.slot(use.version), use.scale) for use in adapters] for adapters in batch.adapters]
-        affine = self._residency.tables.affine_slots
+        affine, replaced = self._residency.tables.affine_slots, self._residency.tables.replaced
         sampled = np.flatnonzero(batch.sample)
         last = (batch.q_indptr[1:] - 1)[sampled].astype(np.int64)
         logits_indptr = np.arange(len(sampled) + 1, dtype=np.int32)
+        sampled_slots = [slots[i] for i in sampled]
         return ForwardBatch(
             input_ids=self._tensor(batch.input_ids),
             positions=self._tensor(batch.positions),
@@ -80,7 +82,9 @@ class ModelRunner:
             attention=self._attention(batch),
             logits_rows=self._tensor(last),
             lora=build_segments(slots, batch.q_indptr, self._device, affine, _skips(batch)),
-            lora_logits=build_segments([slots[i] for i in sampled], logits_indptr, self._device, affine),
+            lora_logits=build_segments(sampled_slots, logits_indptr, self._device, affine),
+            rows=plan_step_rows(replaced, slots, batch.q_indptr, batch.input_ids, self._device),
+            rows_logits=plan_logits_rows(replaced, sampled_slots, logits_indptr, self._device),
         )
 
     def execute(self, batch: ModelWorkerBatch, forward: ForwardBatch) -> StepOutput:
@@ -93,12 +97,13 @@ class ModelRunner:
         broken: list[int] = []
         due = np.flatnonzero(batch.sample).tolist()
         if due:
-            logits = self._decoder.logits(hidden[forward.logits_rows], tables, forward.lora_logits)
+            logits = self._decoder.logits(hidden[forward.logits_rows], tables, forward.lora_logits, forward.rows_logits)
+            widths = [self._vocab_size(batch, i) for i in due]
             if self._watch is not None:
                 for row, i in enumerate(due):
                     at = int(batch.positions[batch.q_indptr[i + 1] - 1])
-                    self._watch(batch.requests[i].id, at, logits[row : row + 1])
-            rows = [_sampling_row(batch.requests[i]) for i in due]
+                    self._watch(batch.requests[i].id, at, logits[row : row + 1, : widths[row]])
+            rows = [_sampling_row(batch.requests[i], width) for i, width in zip(due, widths, strict=True)]
             chosen = sample(logits, rows)
             for i, token in zip(due, chosen, strict=True):
                 tokens[i] = token
@@ -118,6 +123,11 @@ class ModelRunner:
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request that ended."""
         self.prompt_logprobs.pop(request_id, None)
+
+    def _vocab_size(self, batch: ModelWorkerBatch, sequence: int) -> int:
+        """Token ids that may come next: the adapter may bring some of its own."""
+        slots = [(self._residency.slot(use.version), use.scale) for use in batch.adapters[sequence]]
+        return vocab_size_of(self._residency.tables.replaced, slots, self._decoder.shape.vocab_size)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
@@ -182,7 +192,8 @@ class ModelRunner:
         segments = build_segments(
             [slots], indptr, self._device, self._residency.tables.affine_slots, [_skips_of(batch, sequence, at)]
         )
-        logits = self._decoder.logits(hidden.contiguous(), self._residency.tables, segments)
+        rows = plan_logits_rows(self._residency.tables.replaced, [slots], indptr, self._device)
+        logits = self._decoder.logits(hidden.contiguous(), self._residency.tables, segments, rows)
         if self._watch is not None:
             self._watch(batch.requests[sequence].id, at, logits)
         tokens = batch.requests[sequence].prompt[at + 1 : at + 1 + hidden.shape[0]]
@@ -202,7 +213,7 @@ def _skips_of(batch: ModelWorkerBatch, sequence: int, first: int) -> list[int]:
     return [max(0, use.start - first) for use in batch.adapters[sequence]]
 
 
-def _sampling_row(request: Request) -> SamplingRow:
+def _sampling_row(request: Request, vocab_size: int) -> SamplingRow:
     seed = request.params.seed
     assert seed is not None  # the loop gives every request one
-    return SamplingRow(request.params, seed, len(request.output))
+    return SamplingRow(request.params, seed, len(request.output), vocab_size)

@@ -21,6 +21,7 @@ class SamplingRow(NamedTuple):
     params: SamplingParams
     seed: int
     step: int
+    vocab_size: int | None = None  # leading logits that are this row's; the rest is there for others in the batch
 
 
 class Logprobs(NamedTuple):
@@ -52,7 +53,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int | None]:
         if not finite:
             tokens[index] = None
         elif not rows[index].params.greedy:
-            tokens[index] = _draw(logits[index], rows[index])
+            tokens[index] = _draw(logits[index, : rows[index].vocab_size], rows[index])
     return tokens
 
 

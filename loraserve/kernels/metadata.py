@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from loraserve.compat import StrEnum
@@ -95,12 +98,42 @@ class LoraTarget:
     affine: Tensor | None = None  # [num_layers, num_slots] bool; None: no slot has had gain and shift rows yet
 
 
+@dataclass(frozen=True, slots=True)
+class SlotRows:
+    """Rows of one of the base's tables that one slot brings itself. Where they lie is known on the host only."""
+
+    storage: Tensor  # [num_elements], the whole pool
+    ids: NDArray[np.int64]  # [num_rows] ascending: which rows of the table
+    offsets: NDArray[np.int64]  # [num_rows] element offset of each row
+    width: int
+
+    def row(self, index: int) -> Tensor | None:
+        """A view of the row, [width], or None if the slot does not bring it."""
+        at = int(np.searchsorted(self.ids, index))
+        if at == len(self.ids) or self.ids[at] != index:
+            return None
+        begin = int(self.offsets[at])
+        return self.storage[begin : begin + self.width]
+
+    def find(self, wanted: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Element offsets of rows, −1 where the slot does not bring one."""
+        at = np.minimum(np.searchsorted(self.ids, wanted), len(self.ids) - 1)
+        return np.where(self.ids[at] == wanted, self.offsets[at], -1)
+
+    def runs(self) -> list[tuple[int, int]]:
+        """Ranges of `ids` whose rows follow each other in memory."""
+        edges = np.flatnonzero(np.diff(self.offsets) != self.width) + 1
+        bounds = [0, *edges.tolist(), len(self.ids)]
+        return list(pairwise(bounds))
+
+
 @dataclass(slots=True)
 class LoraTables:
     """Every kind's target, and the groups that share one input (fused outputs, columns side by side)."""
 
     targets: dict[Kind, LoraTarget] = field(default_factory=dict)
     affine_slots: set[int] = field(default_factory=set)  # slots with gain and shift rows of any kind
+    replaced: dict[int, dict[str, SlotRows]] = field(default_factory=dict)  # slot → table of `lora.tables` → its rows
 
     def group(self, *kinds: Kind) -> tuple[LoraTarget, ...]:
         """Targets of `kinds` that any slot uses at all, in order."""

@@ -183,18 +183,21 @@ class TensorReader:
         A transposed ref gives a non-contiguous view. Raises `AdapterRefused(corrupt_weights)` if the file is shorter
         than its header said.
         """
-        values = self._range(ref, ref.begin, ref.num_bytes)
+        parts = [self._range(ref, begin, size) for begin, size in ref.spans]
+        values = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return values.reshape(ref.shape[::-1]).T if ref.transposed else values.reshape(ref.shape)
 
     def pieces(self, ref: TensorRef, count: int) -> Iterator[np.ndarray[Any, Any]]:
         """The tensor's elements in file order, `count` at a time."""
         step = count * DTYPE_BYTES[ref.dtype]
-        for begin in range(ref.begin, ref.end, step):
-            yield self._range(ref, begin, min(step, ref.end - begin))
+        for first, size in ref.spans:
+            for begin in range(first, first + size, step):
+                yield self._range(ref, begin, min(step, first + size - begin))
 
     def chunks(self, ref: TensorRef) -> Iterator[bytes]:
         """The tensor's bytes as they lie in the file, in pieces of at most 1 MiB."""
-        yield from _read_exactly(self._open(ref.file), ref.begin, ref.num_bytes, ref.file)
+        for begin, size in ref.spans:
+            yield from _read_exactly(self._open(ref.file), begin, size, ref.file)
 
     def _range(self, ref: TensorRef, begin: int, size: int) -> np.ndarray[Any, Any]:
         buffer = np.empty(size, dtype=np.uint8)

@@ -9,23 +9,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from loraserve.errors import AdapterFault, AdapterRefused
 from loraserve.lora.adapter_files import AdapterFiles, Layout, read_adapter_files
-from loraserve.lora.base_copies import is_unchanged_copy
+from loraserve.lora.added_tokens import read_added_tokens
 from loraserve.lora.container import TensorReader
 from loraserve.lora.files import AdapterFolder
+from loraserve.lora.keys import Role
 from loraserve.lora.mlx_config import MlxConfig, parse_mlx_config, refuse_mlx_features
 from loraserve.lora.naming import Halves, NamedTensors, name_tensors, require_consistent
 from loraserve.lora.peft_config import PeftConfig, parse_peft_config, refuse_features, refuse_heads
+from loraserve.lora.saved import collect_rows, refuse_saved_modules
 from loraserve.lora.spec import (
     DTYPE_BYTES,
     FUSED,
     KINDS,
     AdapterSpec,
     BaseGeometry,
+    RowsDelta,
     TargetGeometry,
     TargetSpec,
     TensorRef,
@@ -74,34 +77,41 @@ class _Pair:
 def parse_adapter(folder: Path | AdapterFolder, geometry: BaseGeometry | None, max_rank: int) -> AdapterSpec:
     """Check the adapter in `folder` against the base and say what it is. Reads headers, not weights.
 
-    Without `geometry` nothing is known of the base: layers and sizes are not checked. The one case where weights are
-    read is a copy of a base matrix inside the adapter, which must equal the base's. Raises `AdapterRefused`.
+    Without `geometry` nothing is known of the base: layers and sizes are not checked. Weights are read where copies of
+    a matrix must be equal: one inside the adapter the base's. Raises `AdapterRefused`.
     """
     place = folder if isinstance(folder, AdapterFolder) else AdapterFolder.at(folder)
     files = read_adapter_files(place)
-    config = _read_config(files)
+    config = _read_config(files, geometry)
     _refuse_dtypes(files.tensors)
     named = name_tensors(files.tensors, files.layout, geometry)
     if isinstance(config, PeftConfig):
         require_consistent(config, named, geometry)
     pairs = _pair(named, config)
     _check_ranks(pairs, max_rank)
+    deltas: dict[str, RowsDelta] = {}
     if geometry is not None:
+        pairs, deltas = _split_new_rows(pairs, named, geometry)
         _check_shapes(pairs, geometry)
     has_fused = any(pair.kind in FUSED for pair in pairs)
     pairs = _split(pairs, geometry)
-    copied = _check_base_copies(place, named, geometry)
+    brought = collect_rows(config, named, geometry, place, deltas)
+    added = read_added_tokens(place, brought.replaced, 0 if geometry is None else geometry.vocab_size)
     features = config.features if isinstance(config, PeftConfig) else ("mlx-lm",)
     features += ("fused",) if has_fused else ()
     features += ("bias",) if any(pair.bias is not None for pair in pairs) else ()
-    features += tuple(kind for kind in ("embed", "lm_head") if any(pair.kind == kind for pair in pairs)) + copied
+    features += tuple(kind for kind in ("embed", "lm_head") if any(pair.kind == kind for pair in pairs))
+    features += brought.features + (("added_tokens",) if added.tokens else ())
     return AdapterSpec(
         targets=tuple(pair.target() for pair in pairs),
         features=features + (("sharded",) if len(files.weights) > 1 else ()),
-        warnings=_warnings(config, named, geometry),
+        warnings=_warnings(config, geometry) + brought.warnings + added.warnings,
         base_model_name=config.base_model_name,
         files=files.weights,
         invocation=_invocation(config, pairs, geometry),
+        replaced=brought.replaced,
+        num_new_tokens=brought.num_new_tokens,
+        added_tokens=added.tokens,
     )
 
 
@@ -125,12 +135,22 @@ def content_version(spec: AdapterSpec, folder: Path | AdapterFolder) -> str:
             for ref in target.refs:
                 for piece in reader.chunks(ref):
                     digest.update(piece)
+        for table, rows_part in ((rows.table, part) for rows in spec.replaced for part in rows.parts):
+            ids, delta = rows_part.ids, rows_part.delta
+            which: list[object] = [ids.start, ids.stop] if isinstance(ids, range) else [list(ids)]
+            which += [] if delta is None else [float(delta.scaling).hex()]
+            for ref in rows_part.refs:
+                digest.update(json.dumps([str(table), *which, ref.dtype, *ref.shape]).encode() + b"\n")
+                for piece in reader.chunks(ref):
+                    digest.update(piece)
+    if spec.added_tokens:
+        digest.update(json.dumps(["tokens", *map(asdict, spec.added_tokens)]).encode() + b"\n")
     if spec.invocation:
         digest.update(json.dumps(["invocation", *spec.invocation]).encode() + b"\n")
     return digest.hexdigest()
 
 
-def _read_config(files: AdapterFiles) -> PeftConfig | MlxConfig:
+def _read_config(files: AdapterFiles, geometry: BaseGeometry | None) -> PeftConfig | MlxConfig:
     if files.layout is Layout.MLX:
         mlx = parse_mlx_config(files.config)
         refuse_mlx_features(mlx)
@@ -138,6 +158,7 @@ def _read_config(files: AdapterFiles) -> PeftConfig | MlxConfig:
     config = parse_peft_config(files.config)
     refuse_features(config)
     refuse_heads(config, tuple(ref.name for ref in files.tensors))
+    refuse_saved_modules(config, geometry)
     return config
 
 
@@ -236,6 +257,29 @@ def _check_ranks(pairs: list[_Pair], max_rank: int) -> None:
             )
 
 
+def _split_new_rows(
+    pairs: list[_Pair], named: NamedTensors, geometry: BaseGeometry
+) -> tuple[list[_Pair], dict[str, RowsDelta]]:
+    """LoRA on a matrix with rows after the base's last, of which the file has a copy: the base's part, and theirs."""
+    vocab, deltas = geometry.vocab_size, {}
+    copies = {str(w.place.table): w.ref for w in named.whole if w.role is Role.BASE_WEIGHT}
+    for i, pair in enumerate(pairs):
+        copy, a, b = copies.get(pair.kind), pair.a, pair.b
+        if copy is None or a is None or b is None or pair.vectors or a.transposed or b.transposed:
+            continue
+        num_rows = a.shape[1] if pair.kind == "embed" else b.shape[0]
+        if copy.shape[:1] != (num_rows,) or num_rows <= vocab:
+            continue
+        new = num_rows - vocab
+        if pair.kind == "embed":
+            pairs[i] = replace(pair, a=a.columns(0, vocab))
+            deltas[pair.kind] = RowsDelta(a.columns(vocab, new), b, pair.scaling)
+        else:
+            pairs[i] = replace(pair, b=b.rows(0, vocab))
+            deltas[pair.kind] = RowsDelta(a, b.rows(vocab, new), pair.scaling)
+    return pairs, deltas
+
+
 def _check_shapes(pairs: list[_Pair], geometry: BaseGeometry) -> None:
     for pair in pairs:
         target = _geometry_of(pair.kind, geometry)
@@ -315,38 +359,8 @@ def _parts_of(pair: _Pair, geometry: BaseGeometry | None) -> list[_Pair]:
     return parts
 
 
-def _check_base_copies(folder: AdapterFolder, named: NamedTensors, geometry: BaseGeometry | None) -> tuple[str, ...]:
-    for copy in named.copies if geometry is not None else ():
-        assert geometry is not None
-        target = geometry.target(copy.kind)
-        if target is None:
-            raise AdapterRefused(
-                AdapterFault.UNKNOWN_MODULE, f"no place for {show(copy.ref.name)}: the base model has no such module"
-            )
-        size = (target.in_features, target.out_features)
-        expected = size if copy.kind == "embed" else size[::-1]  # both matrices are [vocab, hidden]
-        if copy.ref.shape != expected:
-            raise AdapterRefused(
-                AdapterFault.SHAPE_MISMATCH,
-                f"{show(copy.ref.name)} has shape {list(copy.ref.shape)}, the base model's is {list(expected)}: "
-                "adapters with a resized vocabulary are not supported",
-            )
-        with TensorReader(folder) as reader:
-            if geometry.folder is None or not is_unchanged_copy(
-                copy.ref, reader, copy.kind, geometry.folder, tied_head=geometry.tied_head
-            ):
-                raise AdapterRefused(
-                    AdapterFault.UNSUPPORTED_VARIANT,
-                    f"{show(copy.ref.name)} is a whole matrix that differs from the base model's; if it was not "
-                    "trained, save with save_embedding_layers=False",
-                )
-    return ("base_copy",) if named.copies else ()
-
-
-def _warnings(config: PeftConfig | MlxConfig, named: NamedTensors, geometry: BaseGeometry | None) -> tuple[str, ...]:
+def _warnings(config: PeftConfig | MlxConfig, geometry: BaseGeometry | None) -> tuple[str, ...]:
     found: list[str] = []
-    if geometry is None:
-        found += [f"{show(copy.ref.name)} was not compared with the base model's" for copy in named.copies]
     if isinstance(config, PeftConfig):
         for field, table in (("rank_pattern", config.ranks), ("alpha_pattern", config.alphas)):
             if table.unused:

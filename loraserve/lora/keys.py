@@ -26,6 +26,7 @@ class Role(StrEnum):
     WEIGHT = "weight"  # a whole matrix under the module's plain name
     BIAS = "bias"
     TOKEN_ROWS = "trainable_tokens_delta"
+    ORIGINAL_WEIGHT = "original_module.weight"  # the base's own matrix, saved beside the module that replaces it
     UNKNOWN = "unknown"
 
 
@@ -48,10 +49,12 @@ _SUFFIXES: tuple[tuple[tuple[str, ...], Role], ...] = (
     (("lora_magnitude_vector", "default", "weight"), Role.MAGNITUDE),
     (("lora_B", "bias"), Role.LORA_BIAS),
     (("lora_B", "default", "bias"), Role.LORA_BIAS),
+    (("token_adapter", "base_layer", "weight"), Role.BASE_WEIGHT),
     (("base_layer", "weight"), Role.BASE_WEIGHT),
     (("base_layer", "bias"), Role.BASE_BIAS),
     (("token_adapter", "trainable_tokens_delta"), Role.TOKEN_ROWS),
     (("token_adapter", "trainable_tokens_delta", "default"), Role.TOKEN_ROWS),
+    (("original_module", "weight"), Role.ORIGINAL_WEIGHT),
     (("modules_to_save", "default", "weight"), Role.WEIGHT),
     (("modules_to_save", "default", "bias"), Role.BIAS),
     (("modules_to_save", "weight"), Role.WEIGHT),

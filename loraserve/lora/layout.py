@@ -26,11 +26,22 @@ class RankedTarget(Protocol):
     def extra_rows(self) -> int: ...  # of B's side
 
 
+class RowsOfTable(Protocol):
+    """Rows that an adapter brings; `ReplacedRows` and `StagedRows` are such."""
+
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+
+
 class RankedAdapter(Protocol):
     """Anything with modules of known ranks: `AdapterSpec`, `StagedAdapter`."""
 
     @property
     def targets(self) -> Sequence[RankedTarget]: ...
+    @property
+    def replaced(self) -> Sequence[RowsOfTable]: ...
 
 
 class Side(NamedTuple):
@@ -67,6 +78,10 @@ class PoolLayout:
         """The sides A and B of a kind."""
         return self._sides[kind]
 
+    def rows_side(self, width: int) -> Side:
+        """Pages of rows that replace the base's; rows as wide as the hidden states share slabs with most A's."""
+        return Side(width, self.page_rows, align(width * self.page_rows))
+
     def table_rows(self, kind: Kind) -> int:
         """Rank rows per entry of the kind's page tables."""
         return 1 if kind in _VOCABULARY_SIDE else self.page_rows
@@ -88,6 +103,9 @@ class PoolLayout:
                 a, b = self._sides[kind]
                 needed[a.page] += a.num_pages(target.rank)
                 needed[b.page] += b.num_pages(target.rank + target.extra_rows)
+            for rows in adapter.replaced:
+                side = self.rows_side(rows.width)
+                needed[side.page] += side.num_pages(rows.num_rows)
         return {size: count for size, count in needed.items() if count}
 
     def entries(self, kind: Kind, side: Side, pages: list[int], rank: int) -> list[int]:

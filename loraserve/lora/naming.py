@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from loraserve.errors import AdapterFault, AdapterRefused
 from loraserve.lora.adapter_files import Layout
 from loraserve.lora.keys import LORA_ROLES, Role, TensorKey, parse_key
-from loraserve.lora.modules import Misplaced, Place, canonical_path, place_of
+from loraserve.lora.modules import Misplaced, Place, RowPlace, canonical_path, place_of, row_place_of
 from loraserve.lora.peft_config import PeftConfig
 from loraserve.lora.spec import LAYERLESS, BaseGeometry, TensorRef
 from loraserve.lora.strict_json import show
+from loraserve.lora.tables import Table
 
 _SHOWN = 3
-_VOCABULARY_MODULES = {"model.embed_tokens": "embed", "lm_head": "lm_head"}
 
 
 @dataclass(slots=True)
@@ -29,10 +29,20 @@ class Halves:
 
 
 @dataclass(frozen=True, slots=True)
-class BaseCopy:
-    """A whole matrix of the base inside the adapter's file."""
+class WholeWeight:
+    """A module's whole weight inside the adapter's file: saved in place of the base's, or a copy of it."""
 
-    kind: str
+    place: RowPlace
+    module: str  # as the file spells it
+    role: Role
+    ref: TensorRef
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """Trained rows of a table of the vocabulary; which ones they are only the config says."""
+
+    table: Table
     ref: TensorRef
 
 
@@ -41,7 +51,8 @@ class NamedTensors:
     """All tensors of an adapter by what they are."""
 
     lora: dict[Place, Halves] = field(default_factory=dict)
-    copies: list[BaseCopy] = field(default_factory=list)
+    whole: list[WholeWeight] = field(default_factory=list)
+    token_rows: list[TokenRows] = field(default_factory=list)
     others: list[tuple[TensorKey, TensorRef]] = field(default_factory=list)  # of variants that are not plain LoRA
 
 
@@ -51,6 +62,7 @@ _VECTOR_ROLES = {
     Role.BASE_BIAS: "bias",
     Role.BIAS: "bias",
 }
+_WHOLE_ROLES = frozenset({Role.BASE_WEIGHT, Role.WEIGHT, Role.ORIGINAL_WEIGHT})
 
 
 def name_tensors(tensors: tuple[TensorRef, ...], layout: Layout, geometry: BaseGeometry | None) -> NamedTensors:
@@ -71,10 +83,12 @@ def name_tensors(tensors: tuple[TensorRef, ...], layout: Layout, geometry: BaseG
                 lost_tensors.append(ref.name)
             elif key.role in _VECTOR_ROLES:
                 named.others.append((key, ref))
-        elif key.role in (Role.BASE_WEIGHT, Role.WEIGHT) and canonical_path(key.module) in _VOCABULARY_MODULES:
-            named.copies.append(BaseCopy(_VOCABULARY_MODULES[canonical_path(key.module)], ref))
-        elif key.role is Role.TOKEN_ROWS:
-            named.others.append((key, ref))
+        elif key.role in _WHOLE_ROLES or key.role is Role.TOKEN_ROWS:
+            row_place = row_place_of(key.module, geometry)
+            if isinstance(row_place, Misplaced):
+                lost_modules.append((ref.name, row_place.reason))
+            elif row_place is None or not _add_rows(named, row_place, key, ref):
+                lost_tensors.append(ref.name)
         else:
             lost_tensors.append(ref.name)
     if lost_modules:
@@ -99,6 +113,7 @@ def require_consistent(config: PeftConfig, named: NamedTensors, geometry: BaseGe
         Role.LORA_BIAS: config.uses_lora_bias,
         Role.BASE_BIAS: config.bias != "none",
         Role.BIAS: config.bias != "none",
+        Role.TOKEN_ROWS: bool(config.token_rows),
     }
     for key, ref in named.others:
         if not announced.get(key.role, False):
@@ -125,6 +140,20 @@ def require_consistent(config: PeftConfig, named: NamedTensors, geometry: BaseGe
             AdapterFault.UNSUPPORTED_VARIANT,
             "ensure_weight_tying makes embed_tokens and lm_head one adapter, but the file holds only one of them",
         )
+
+
+def _add_rows(named: NamedTensors, place: RowPlace, key: TensorKey, ref: TensorRef) -> bool:
+    """Keep a whole weight or trained token rows; False if the role does not fit the module."""
+    if key.role is Role.TOKEN_ROWS:
+        if place.is_norm or any(rows.table is place.table for rows in named.token_rows):
+            return False
+        named.token_rows.append(TokenRows(place.table, ref))
+        named.others.append((key, ref))
+        return True
+    if place.is_norm and key.role is not Role.WEIGHT:
+        return False
+    named.whole.append(WholeWeight(place, key.module, key.role, ref))
+    return True
 
 
 def _add_part(named: NamedTensors, place: Place, key: TensorKey, ref: TensorRef, layout: Layout) -> bool:

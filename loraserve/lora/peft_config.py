@@ -69,8 +69,8 @@ FIELD_RULES: tuple[FieldRule, ...] = (
     FieldRule("lora_ga_config", types.OBJECT, _I, "read at initialisation only; init_lora_weights decides"),
     FieldRule("use_dora", types.BOOL, _H, "rows of the adapted weight are brought to the trained magnitudes"),
     FieldRule("lora_bias", types.BOOL, _H, "a bias on lora_B, scaled like it; not together with use_dora"),
-    FieldRule("modules_to_save", types.TEXTS, _R, "fully trained modules"),
-    FieldRule("trainable_token_indices", types.TOKEN_ROWS, _R, "trained token rows"),
+    FieldRule("modules_to_save", types.TEXTS, _H, "whole embed_tokens, lm_head and norms in place of the base's"),
+    FieldRule("trainable_token_indices", types.TOKEN_ROWS, _H, "rows of tokens in place of the base's, or after them"),
     FieldRule("target_parameters", types.TEXTS, _R, "LoRA on bare parameters"),
     FieldRule("layer_replication", types.LIST, _R, "replicated layers"),
     FieldRule("use_qalora", types.BOOL, _R, "QA-LoRA"),
@@ -151,6 +151,21 @@ class PeftConfig:
         return tuple(value) if types.is_ints(value) else ()
 
     @property
+    def saved_modules(self) -> tuple[str, ...]:
+        """`modules_to_save`: a module is meant if its path ends so, wherever in a name that is."""
+        return self.texts("modules_to_save") or ()
+
+    @property
+    def token_rows(self) -> dict[str, tuple[int, ...]]:
+        """`trainable_token_indices`, a list of which is the input embedding's; modules are meant as above."""
+        value = self.fields.get("trainable_token_indices")
+        if types.is_ints(value):
+            return {"embed_tokens": tuple(value)} if value else {}
+        if not types.is_object(value):
+            return {}
+        return {name: tuple(ids) for name, ids in value.items() if types.is_ints(ids)}
+
+    @property
     def uses_dora(self) -> bool:
         """Whether every module has a magnitude."""
         return self.fields.get("use_dora") is True
@@ -177,6 +192,8 @@ class PeftConfig:
             "dora": self.uses_dora,
             "lora_bias": self.uses_lora_bias,
             "alora": bool(self.invocation),
+            "modules_to_save": bool(self.saved_modules),
+            "trainable_token_indices": bool(self.token_rows),
         }
         return tuple(name for name, is_used in used.items() if is_used)
 
@@ -222,7 +239,7 @@ def refuse_features(config: PeftConfig) -> None:
             )
         if rule is None or rule.treatment is not Treatment.REFUSED:
             continue
-        if value is None or (is_empty(value) and name not in _SET_WHEN_EMPTY) or _is_head_only(name, value):
+        if value is None or (is_empty(value) and name not in _SET_WHEN_EMPTY):
             continue
         raise AdapterRefused(AdapterFault.UNSUPPORTED_VARIANT, f"{name} asks for {rule.note}, which is not supported")
     if config.uses_dora and config.uses_lora_bias:
@@ -250,6 +267,8 @@ def _refuse_alora(config: PeftConfig) -> None:
         problem = "together with use_dora is not supported, nor is it by PEFT"
     elif config.bias != "none":
         problem = "together with trained base biases is not supported: they apply before the invocation too"
+    elif config.saved_modules or config.token_rows:
+        problem = "together with modules_to_save or trainable_token_indices is not supported: these apply everywhere"
     if problem is not None:
         raise AdapterRefused(AdapterFault.UNSUPPORTED_VARIANT, f"{name} {problem}")
 
@@ -262,10 +281,6 @@ def refuse_heads(config: PeftConfig, names: tuple[str, ...]) -> None:
         raise AdapterRefused(
             AdapterFault.UNSUPPORTED_TASK, f"{show(head)} belongs to a classification head; only generation is served"
         )
-
-
-def _is_head_only(name: str, value: Json) -> bool:
-    return name == "modules_to_save" and types.is_texts(value) and HEAD_NAMES.issuperset(value)
 
 
 def _require_lora(fields: dict[str, Json]) -> None:

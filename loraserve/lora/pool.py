@@ -13,7 +13,7 @@ from torch import Tensor
 
 from loraserve.config import format_bytes
 from loraserve.errors import ConfigError
-from loraserve.kernels.metadata import Kind, LoraTables, LoraTarget, LoraTargetShape
+from loraserve.kernels.metadata import Kind, LoraTables, LoraTarget, LoraTargetShape, SlotRows
 from loraserve.lora.layout import PoolLayout, RankedAdapter
 from loraserve.lora.slab import Demand, Offsets, SlabAllocator, SlabCounts
 from loraserve.lora.weights import StagedAdapter
@@ -61,6 +61,7 @@ class PoolReservation:
     _runs: Iterator[_Run] | None = None
     _rest: _Run | None = None  # the part of a run that did not fit into the last piece
     _entries: dict[Kind, _KindEntries] = field(default_factory=dict)
+    _replaced: dict[str, SlotRows] = field(default_factory=dict)
 
 
 class LoraPool:
@@ -188,6 +189,7 @@ class LoraPool:
                 if target.affine is not None:
                     target.affine[:, slot] = False
             self.tables.affine_slots.discard(slot)
+            self.tables.replaced.pop(slot, None)
         held._runs = held._rest = None
         self._slabs.free(held.pages)
         heapq.heappush(self._free_slots, slot)
@@ -213,6 +215,7 @@ class LoraPool:
                 seen |= set(torch.nonzero(target.affine.any(dim=0)).flatten().tolist())
             assert seen <= visible, f"slots {seen - visible} are visible without being written"
         assert self.tables.affine_slots <= visible, "a slot that is free scales or shifts"
+        assert self.tables.replaced.keys() <= visible, "a slot that is free replaces rows"
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -240,6 +243,15 @@ class LoraPool:
                 entries = self.layout.entries(kind, side, pages, rows)
                 table[target.layer, : len(entries)] = entries
                 yield from _runs(entries, matrix, self.layout.table_rows(kind))
+        for brought in staged.replaced:
+            side = self.layout.rows_side(brought.width)
+            at, count = cursor[side.page], side.num_pages(brought.num_rows)
+            cursor[side.page] = at + count
+            entries = starts[side.page][at : at + count]
+            row = np.arange(brought.num_rows)
+            offsets = np.array(entries, np.int64)[row // side.rows] + row % side.rows * brought.width
+            held._replaced[brought.table] = SlotRows(self.storage, brought.ids, offsets, brought.width)
+            yield from _runs(entries, brought.rows, side.rows)
 
     def _empty_entries(self, staged: StagedAdapter, kind: Kind) -> _KindEntries:
         layers = self.layout.shapes[kind].num_layers
@@ -260,6 +272,8 @@ class LoraPool:
                     target.affine = torch.zeros_like(target.ranks, dtype=torch.bool)
                 target.affine[:, held.slot] = torch.from_numpy(entries.affine).to(self.device, non_blocking=True)
                 self.tables.affine_slots.add(held.slot)
+        if held._replaced:
+            self.tables.replaced[held.slot] = held._replaced
         held.written = True
         held._runs = None
 

@@ -208,10 +208,10 @@ class SlabAllocator:
         return np.sort(np.array(starts, np.int64)) * self.slab_elements
 
     def _free_small(self, size: int, offsets: Offsets) -> None:
-        slabs, within = np.divmod(offsets, self.slab_elements)
-        pages = within // size
-        for slab in np.unique(slabs).tolist():
-            returned = pages[slabs == slab].tolist()
+        slabs, within = np.divmod(np.sort(offsets), self.slab_elements)
+        found, firsts = np.unique(slabs, return_index=True)
+        for slab, pages in zip(found.tolist(), np.split(within // size, firsts[1:]), strict=True):
+            returned = pages.tolist()
             free = self._free.get(slab, [])
             if self._size[slab] != size or len({*returned, *free}) < len(returned) + len(free):
                 raise ValueError(f"slab {slab} has no such page of {size} elements in use")

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from loraserve.lora.tables import Table
+
 MODULE_PATHS: dict[str, str] = {
     "q": "model.layers.{layer}.self_attn.q_proj",
     "k": "model.layers.{layer}.self_attn.k_proj",
@@ -45,6 +47,17 @@ class TensorRef:
     begin: int  # absolute byte offsets in the file
     end: int
     transposed: bool = False  # the bytes are those of shape[::-1]; `TensorReader` gives the transposed view
+    pitch: int = 0  # bytes from one row to the next, where these are some columns of a matrix; 0: rows adjoin
+
+    def columns(self, begin: int, count: int) -> TensorRef:
+        """Some columns of a matrix that is not transposed."""
+        assert not self.transposed
+        assert not self.pitch
+        row = self.num_bytes // self.shape[0]
+        first = self.begin + begin * (row // self.shape[1])
+        size = count * (row // self.shape[1])
+        end = first + (self.shape[0] - 1) * row + size
+        return replace(self, shape=(self.shape[0], count), begin=first, end=end, pitch=row)
 
     def rows(self, begin: int, count: int) -> TensorRef:
         """Some rows of a tensor that is not transposed (elements, if it is a vector)."""
@@ -61,7 +74,15 @@ class TensorRef:
     @property
     def num_bytes(self) -> int:
         """Bytes in the file."""
-        return self.end - self.begin
+        return self.num_elements * DTYPE_BYTES[self.dtype] if self.pitch else self.end - self.begin
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """(begin, number of bytes) of what adjoins in the file."""
+        if not self.pitch:
+            return ((self.begin, self.num_bytes),)
+        row = self.num_bytes // self.shape[0]
+        return tuple((self.begin + i * self.pitch, row) for i in range(self.shape[0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +125,63 @@ class TargetSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class RowsDelta:
+    """LoRA of rows that the adapter brings, added to them once: scaling · BA for lm_head, its transpose for embed."""
+
+    a: TensorRef  # [rank, hidden]; embed: [rank, len(ids)]
+    b: TensorRef  # [len(ids), rank]; embed: [hidden, rank]
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
+class RowsPart:
+    """The rows that one tensor brings, in its order."""
+
+    ids: Sequence[int]  # distinct; a range where they follow each other, since a vocabulary has many
+    ref: TensorRef  # [len(ids), width], or [width] for a single row
+    delta: RowsDelta | None = None
+
+    @property
+    def refs(self) -> tuple[TensorRef, ...]:
+        """All tensors, in the order in which they are read."""
+        return (self.ref,) if self.delta is None else (self.ref, self.delta.a, self.delta.b)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplacedRows:
+    """All rows of one table that an adapter brings: in place of the base's, or after the base's last one."""
+
+    table: Table
+    width: int
+    parts: tuple[RowsPart, ...]  # where two parts have a row, the later one's counts
+
+    @property
+    def num_rows(self) -> int:
+        """Distinct rows."""
+        if len(self.parts) == 1:
+            return len(self.parts[0].ids)
+        return len(set().union(*(part.ids for part in self.parts)))
+
+    @property
+    def stop(self) -> int:
+        """One past the largest row."""
+        return 1 + max(max(part.ids) for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """A token that the adapter's own tokenizer knows beyond the base model's vocabulary."""
+
+    id: int
+    content: str
+    special: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterSpec:
     """A checked adapter: every tensor of its files is here, with its place in the model and its scaling."""
 
@@ -113,6 +191,9 @@ class AdapterSpec:
     base_model_name: str | None = None  # a hint from the config, never trusted
     files: tuple[str, ...] = ()  # the weight files, in the adapter's folder
     invocation: tuple[int, ...] = ()  # aLoRA: applied from the last occurrence of these tokens in the prompt on
+    replaced: tuple[ReplacedRows, ...] = ()  # at most one of each table, in the order of Table
+    num_new_tokens: int = 0  # token ids beyond the base's vocabulary, which the adapter brings rows for
+    added_tokens: tuple[AddedToken, ...] = ()  # by id; of the tokenizer that ships with the adapter
 
     def first_token(self, prompt: Sequence[int]) -> int | None:
         """Where in a prompt the adapter begins to apply: 0, or for aLoRA its last invocation; None: nowhere."""
@@ -132,7 +213,13 @@ class AdapterSpec:
     @property
     def tensors(self) -> frozenset[TensorRef]:
         """All tensors; the A of a fused module counts once, although each of its parts has it."""
-        return frozenset(ref for target in self.targets for ref in target.refs)
+        return frozenset(self.all_refs)
+
+    @property
+    def all_refs(self) -> tuple[TensorRef, ...]:
+        """All tensors in the order in which they are read; some more than once."""
+        deltas = tuple(ref for target in self.targets for ref in target.refs)
+        return deltas + tuple(ref for rows in self.replaced for part in rows.parts for ref in part.refs)
 
     @property
     def num_parameters(self) -> int:
@@ -153,7 +240,7 @@ class AdapterSpec:
     @property
     def dtypes(self) -> tuple[str, ...]:
         """Distinct dtypes of the tensors, sorted."""
-        return tuple(sorted({ref.dtype for target in self.targets for ref in target.refs}))
+        return tuple(sorted({ref.dtype for ref in self.all_refs}))
 
     @property
     def scalings(self) -> tuple[float, ...]:
@@ -184,10 +271,28 @@ class BaseGeometry:
     names: tuple[str, ...] = ()  # ids under which the base is known, to warn of an adapter made for another one
     tied_head: bool = False  # lm_head shares embed's matrix
     folder: str | None = None  # the checkpoint, to recognise unchanged copies of base matrices inside an adapter
+    head_norm_width: int = 0  # of the norms on q and k; 0: there are none
 
     def target(self, kind: str) -> TargetGeometry | None:
         """The geometry of `kind`, or None if the base has no such module."""
         return next((target for target in self.targets if target.kind == kind), None)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return max(target.num_layers for target in self.targets)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        embed = self.target("embed")
+        return 0 if embed is None else embed.in_features
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states."""
+        embed = self.target("embed")
+        return 0 if embed is None else embed.out_features
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +332,9 @@ class LoadReport:
     features: tuple[str, ...]
     warnings: tuple[str, ...]
     base_model_name: str | None
+    replaced: tuple[str, ...] = ()  # tables of which it brings rows itself, with their number: "lm_head:32000"
+    new_tokens: int = 0  # token ids beyond the base's vocabulary that it brings rows for
+    added_tokens: tuple[AddedToken, ...] = ()  # what its own tokenizer calls such ids
 
     @classmethod
     def of(cls, spec: AdapterSpec, version: str) -> LoadReport:
@@ -243,6 +351,9 @@ class LoadReport:
             features=spec.features,
             warnings=spec.warnings,
             base_model_name=spec.base_model_name,
+            replaced=tuple(f"{rows.table}:{rows.num_rows}" for rows in spec.replaced),
+            new_tokens=spec.num_new_tokens,
+            added_tokens=spec.added_tokens,
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from loraserve.config import format_bytes
@@ -18,11 +19,13 @@ from loraserve.kernels.metadata import Kind
 from loraserve.lora.affine import BaseWeights, Module, dora_factor, need
 from loraserve.lora.container import TensorReader
 from loraserve.lora.layout import PoolLayout
-from loraserve.lora.spec import AdapterSpec, TargetSpec, TensorRef
+from loraserve.lora.spec import AdapterSpec, ReplacedRows, RowsDelta, TargetSpec, TensorRef
+from loraserve.lora.tables import Table
 
 # torch runs an elementwise operation of at most this many elements on the calling thread alone. Staging in tiles of
 # this size therefore leaves the cores to the step loop, without touching the process's thread settings.
 _TILE = 16384
+_PIECE = 1 << 20  # elements of a whole matrix that are read at once
 
 
 class StagingCancelled(Exception):
@@ -55,6 +58,25 @@ class StagedTarget:
 
 
 @dataclass(frozen=True, slots=True)
+class StagedRows:
+    """The rows of one table on the host; a view of the adapter's one buffer."""
+
+    table: Table
+    ids: NDArray[np.int64]  # [num_rows] ascending
+    rows: Tensor  # [num_rows, width]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that it has."""
+        return len(self.ids)
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return self.rows.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
 class StagedAdapter:
     """A checked adapter on the host, ready to be copied to the device piece by piece."""
 
@@ -62,12 +84,14 @@ class StagedAdapter:
     dtype: torch.dtype
     num_bytes: int
     checksum: int  # CRC-32 of the files' tensor bytes, to notice that a file changed between two stagings
+    replaced: tuple[StagedRows, ...] = ()
 
 
 def staged_bytes(spec: AdapterSpec, layout: PoolLayout, dtype: torch.dtype) -> int:
     """Host bytes that `stage` will allocate. Raises `AdapterRefused` if the adapter does not fit the base model."""
     layout.demand(spec)
-    return sum(_num_elements(target, layout) for target in spec.targets) * dtype.itemsize
+    deltas = sum(_num_elements(target, layout) for target in spec.targets)
+    return (deltas + sum(rows.num_rows * rows.width for rows in spec.replaced)) * dtype.itemsize
 
 
 def _num_elements(target: TargetSpec, layout: PoolLayout) -> int:
@@ -95,7 +119,7 @@ def stage(
     """
     ticket = ticket or StagingTicket()
     num_bytes = staged_bytes(spec, layout, dtype)
-    ticket.bytes_total = sum(ref.num_bytes for target in spec.targets for ref in target.refs)
+    ticket.bytes_total = sum(ref.num_bytes for ref in spec.all_refs)
     try:
         buffer = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, pin_memory=pin_memory)
     except (MemoryError, RuntimeError) as error:  # torch reports a failed allocation as RuntimeError
@@ -130,7 +154,16 @@ def _fill(
         staged = StagedTarget(shape.kind, target.layer, target.rank, a, b)
         _stage_target(target, staged, source, base)
         targets.append(staged)
-    return StagedAdapter(tuple(targets), buffer.dtype, buffer.numel() * buffer.itemsize, source.checksum)
+    replaced: list[StagedRows] = []
+    for rows in spec.replaced:
+        ids = np.unique(np.concatenate([np.asarray(part.ids, np.int64) for part in rows.parts]))
+        end = position + len(ids) * rows.width
+        staged_rows = StagedRows(rows.table, ids, buffer[position:end].view(len(ids), rows.width))
+        position = end
+        _stage_rows(rows, staged_rows, source)
+        replaced.append(staged_rows)
+    num_bytes = buffer.numel() * buffer.itemsize
+    return StagedAdapter(tuple(targets), buffer.dtype, num_bytes, source.checksum, tuple(replaced))
 
 
 @dataclass(slots=True)
@@ -142,13 +175,42 @@ class _Source:
     checksum: int = 0
 
     def read(self, target: TargetSpec, ref: TensorRef, expected: tuple[int, ...]) -> Tensor:
+        _check_shape(target, ref, expected)
+        return self.read_all(ref)
+
+    def read_all(self, ref: TensorRef) -> Tensor:
         if self.ticket.cancelled:
             raise StagingCancelled
-        _check_shape(target, ref, expected)
         raw = self.reader.read(ref)
         self.checksum = zlib.crc32((raw if raw.flags.c_contiguous else raw.T).data, self.checksum)
         self.ticket.bytes_done += ref.num_bytes
         return _as_tensor(raw, ref)
+
+
+def _stage_rows(rows: ReplacedRows, into: StagedRows, source: _Source) -> None:
+    for part in rows.parts:
+        places = np.searchsorted(into.ids, np.asarray(part.ids, np.int64))
+        together = bool((np.diff(places) == 1).all())
+        step = max(1, _PIECE // rows.width)
+        delta = None if part.delta is None else _rows_delta(rows.table, part.delta, source)
+        for begin in range(0, len(places), step):
+            end = min(begin + step, len(places))
+            ref = part.ref if len(part.ref.shape) == 1 else part.ref.rows(begin, end - begin)
+            values, name = source.read_all(ref).view(end - begin, rows.width), f"{rows.table} ({part.ref.name})"
+            if delta is not None:
+                values = values.float() + delta[begin:end]
+            if together:
+                _convert(values, into.rows[places[begin] : places[begin] + end - begin], None, name)
+                continue
+            for row, place in zip(values, places[begin:end].tolist(), strict=True):
+                _convert(row[None], into.rows[place : place + 1], None, name)
+
+
+def _rows_delta(table: Table, delta: RowsDelta, source: _Source) -> Tensor:
+    """[num_rows, width] float32."""
+    a, b = source.read_all(delta.a).float(), source.read_all(delta.b).float()
+    found = (b @ a) * delta.scaling
+    return found.T if table is Table.EMBED else found
 
 
 def _stage_target(target: TargetSpec, into: StagedTarget, source: _Source, base: BaseWeights | None) -> None:

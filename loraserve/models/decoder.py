@@ -10,9 +10,11 @@ from torch import Tensor
 
 from loraserve.kernels.metadata import Kind, LoraSegments, LoraTables
 from loraserve.kernels.ops import Ops, PackedLinear
+from loraserve.lora.tables import FINAL_NORM_ROW, INPUT_NORM, POST_NORM, norm_row
 from loraserve.models.config import ModelShape
 from loraserve.models.forward_batch import ForwardBatch
 from loraserve.models.layers import DecoderLayer, KVTensors, LayerWeights, Step, StepLora
+from loraserve.models.replaced import LogitsRows
 from loraserve.models.rope import RotaryEmbedding
 
 
@@ -68,11 +70,17 @@ class Decoder:
         """
         ops, eps = self.ops, self.shape.rms_norm_eps
         active = _active(batch.lora, lora)
-        residual = F.embedding(batch.input_ids, self.weights.embed)
+        ids = batch.input_ids
+        if batch.rows is not None:
+            # A token that only its adapter has a row for: whatever the base says of it is replaced below.
+            ids = ids.clamp(max=self.shape.vocab_size - 1)
+        residual = F.embedding(ids, self.weights.embed)
         if active is not None and (target := active.tables.targets.get(Kind.EMBED)) is not None:
             if active.affine:
                 ops.lora_affine(residual, (target,), 0, active.segments)
-            ops.lora_embed(residual, batch.input_ids, target, active.segments)
+            ops.lora_embed(residual, ids, target, active.segments)
+        if batch.rows is not None:
+            batch.rows.replace_embeddings(residual)
         step_lora = StepLora.of(active.tables, active.segments) if active is not None else None
         step = Step(ops, batch, kv, self.rotary(batch), step_lora)
 
@@ -80,17 +88,37 @@ class Decoder:
         for layer in self._layers:
             if layer.index > 0:
                 x = ops.add_rms_norm(x, residual, layer.weights.input_norm, eps)
+            self._renorm(x, residual, norm_row(layer.index, INPUT_NORM), batch)
             x = layer.attend(x, step)
             x = ops.add_rms_norm(x, residual, layer.weights.post_norm, eps)
+            self._renorm(x, residual, norm_row(layer.index, POST_NORM), batch)
             x = layer.transform(x, step)
-        return ops.add_rms_norm(x, residual, self.weights.final_norm, eps)
+        x = ops.add_rms_norm(x, residual, self.weights.final_norm, eps)
+        self._renorm(x, residual, FINAL_NORM_ROW, batch)
+        return x
 
-    def logits(self, hidden_rows: Tensor, lora: LoraTables | None, segments: LoraSegments | None) -> Tensor:
+    def _renorm(self, x: Tensor, residual: Tensor, row: int, batch: ForwardBatch) -> None:
+        """Do a norm again for tokens whose adapters bring its weight. x, in place: the normed residual."""
+        if batch.rows is None:
+            return
+        for tokens, weight in batch.rows.norms_of(row):
+            x[tokens] = self.ops.rms_norm(residual[tokens], weight, self.shape.rms_norm_eps)
+
+    def logits(
+        self,
+        hidden_rows: Tensor,
+        lora: LoraTables | None,
+        segments: LoraSegments | None,
+        rows: LogitsRows | None = None,
+    ) -> Tensor:
         """Logits of some rows of `forward`'s output. hidden_rows: [R, hidden] → [R, vocab] float32.
 
-        `segments` counts in rows of `hidden_rows`. Raises `ValueError` if it is given without tables.
+        `segments` and `rows` count in rows of `hidden_rows`. With `rows` of adapters that bring tokens, the result is
+        as wide as the largest vocabulary. Raises `ValueError` if `segments` are given without tables.
         """
         y = self.weights.lm_head(hidden_rows)
+        if rows is not None:
+            y = rows.replace(y, hidden_rows)
         active = _active(segments, lora)
         if active is not None and (target := active.tables.targets.get(Kind.LM_HEAD)) is not None:
             if active.affine:

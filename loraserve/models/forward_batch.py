@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from loraserve.kernels.metadata import AttentionBatch, LoraSegments
+from loraserve.models.replaced import LogitsRows, StepRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,3 +22,5 @@ class ForwardBatch:
     logits_rows: Tensor  # [num_rows] int64, tokens whose logits are wanted
     lora: LoraSegments | None  # over tokens
     lora_logits: LoraSegments | None  # over logits_rows (token index = row of the gathered hidden states)
+    rows: StepRows | None = None  # over tokens: what their adapters bring in place of the base's
+    rows_logits: LogitsRows | None = None  # over logits_rows

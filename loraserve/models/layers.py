@@ -10,6 +10,7 @@ from torch import Tensor
 
 from loraserve.kernels.metadata import Kind, LoraSegments, LoraTables, LoraTarget
 from loraserve.kernels.ops import Ops, PackedLinear
+from loraserve.lora.tables import K_NORM, Q_NORM, head_norm_row
 from loraserve.models.forward_batch import ForwardBatch
 from loraserve.models.rope import Rotation
 
@@ -114,11 +115,32 @@ class DecoderLayer:
             weights.k_norm,
             self.eps,
         )
+        if step.batch.rows is not None and weights.q_norm is not None and weights.k_norm is not None:
+            self._renorm_heads(step, qkv, q)
         heads = ops.attention(q, k_cache, v_cache, step.batch.attention, self.scale, self.window)
         out = weights.o(heads)
         if lora is not None:
             lora.apply(ops, out, heads, lora.o, self.index)
         return out
+
+    def _renorm_heads(self, step: Step, qkv: Tensor, q: Tensor) -> None:
+        """Do q and k again for tokens whose adapters bring norms of their own. q: [num_tokens, heads, head_dim]."""
+        assert step.batch.rows is not None
+        for tokens, rows in step.batch.rows.head_norms:
+            q_norm, k_norm = (rows.row(head_norm_row(self.index, name)) for name in (Q_NORM, K_NORM))
+            if q_norm is None and k_norm is None:
+                continue
+            q[tokens] = step.ops.rope_write_kv(
+                qkv[tokens],
+                step.rotation.cos[tokens],
+                step.rotation.sin[tokens],
+                step.kv.k[self.index],
+                step.kv.v[self.index],
+                step.batch.out_loc[tokens],
+                self.weights.q_norm if q_norm is None else q_norm,
+                self.weights.k_norm if k_norm is None else k_norm,
+                self.eps,
+            )
 
     def transform(self, x: Tensor, step: Step) -> Tensor:
         """The gated MLP. x: [num_tokens, hidden] → new [num_tokens, hidden]."""

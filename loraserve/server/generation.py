@@ -30,13 +30,14 @@ class ResolvedUse(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: its ids, its text as echoed, where each id's text begins, its adapters."""
+    """One prompt: its ids, its text as echoed, where each id's text begins, its adapters, and what reads its ids."""
 
     index: int
     ids: list[int]
     text: str
     starts: list[int]
     uses: tuple[ResolvedUse, ...]
+    tokenizer: Text
 
     def lora(self) -> list[LoraUse] | None:
         """The adapters as the answer names them."""
@@ -79,7 +80,6 @@ class Generation:
     """All choices of one HTTP request. `deltas` may be consumed once; `close` gives everything back."""
 
     engine: EnginePort
-    text: Text
     inflight: InFlight
     meter: RequestMeter
     jobs: list[Job]
@@ -151,7 +151,7 @@ class Generation:
         params = job.request.params
         context = job.prompt.ids if job.echo else ()
         offset = len(job.prompt.text) if job.echo else 0
-        assembler = Assembler(self.text, params.stop, context, offset)
+        assembler = Assembler(job.prompt.tokenizer, params.stop, context, offset)
         prompt_logprobs: list[TokenLogprobs | None] = []
         echoed = not job.echo
         async for output in outputs:

@@ -18,11 +18,13 @@ from loraserve.errors import (
 )
 from loraserve.sampling import MAX_SEED, SamplingParams
 from loraserve.scheduler.request import AdapterUse
+from loraserve.server.adapter_texts import num_new_tokens
 from loraserve.server.fields import STREAM_NEUTRAL, check_fields
 from loraserve.server.generation import Generation, Job, Prompt, ResolvedUse
 from loraserve.server.lora_field import Blend, combine
 from loraserve.server.protocol import GenerationBody
 from loraserve.server.state import ServerState
+from loraserve.server.text import Text
 
 MAX_CHOICES = 1024
 MAX_N = 128
@@ -47,14 +49,6 @@ class Logprobs(NamedTuple):
 
     output: int | None = None
     prompt: int | None = None
-
-
-class Tokens(NamedTuple):
-    """A tokenized prompt."""
-
-    ids: list[int]
-    text: str
-    starts: list[int]
 
 
 class SharedFields(NamedTuple):
@@ -97,9 +91,31 @@ def check_shared(body: GenerationBody, tenant: str) -> SharedFields:
 def resolve_adapters(state: ServerState, model: str, lora: Sequence[Blend | None]) -> list[tuple[ResolvedUse, ...]]:
     """Adapters of each prompt, from `model` and `lora`. Raises `ModelNotFound`, `AdapterNotFound`, `InvalidRequest`."""
     named = state.adapter_of(model)
-    return [
+    found = [
         tuple(ResolvedUse(state.directory.resolve(ref), ref.scale) for ref in combine(named, blend)) for blend in lora
     ]
+    for uses in found:
+        _require_alone(uses)
+    return found
+
+
+def _require_alone(uses: tuple[ResolvedUse, ...]) -> None:
+    """Rows that replace the base's can be neither scaled nor added to another adapter's; the engine refuses it too."""
+    own = next((use.adapter.name for use in uses if use.adapter.stored.report.replaced), None)
+    if own is not None and [use.scale for use in _merged(uses)] != [1.0]:
+        raise InvalidRequest(
+            f"the adapter {own} replaces whole modules or token rows, so it is served alone and at scale 1 only",
+            param="lora",
+        )
+
+
+def same_versions(some: Sequence[tuple[ResolvedUse, ...]], others: Sequence[tuple[ResolvedUse, ...]]) -> bool:
+    """Whether the prompts have the same versions, so that what was tokenized for one is right for the other."""
+
+    def versions(uses: Sequence[tuple[ResolvedUse, ...]]) -> list[list[str]]:
+        return [[use.adapter.version for use in prompt] for prompt in uses]
+
+    return versions(some) == versions(others)
 
 
 def check_tokens(ids: Sequence[object], vocab_size: int, param: str = "prompt") -> list[int]:
@@ -149,9 +165,9 @@ def room_for(limits: Limits, num_prompt: int, max_total: int, *, echo: bool = Fa
     return room if limits.default is None else min(limits.default, room)
 
 
-def check_length(state: ServerState, limits: Limits, text: str) -> None:
+def check_length(state: ServerState, limits: Limits, text: str, tokenizer: Text) -> None:
     """Refuse a text that cannot fit, before it is tokenized. Raises `ContextLengthExceeded` with the numbers."""
-    least, most = state.text.least_tokens(text), state.max_tokens
+    least, most = tokenizer.least_tokens(text), state.max_tokens
     if least >= most:
         why = f"which are at least {least} tokens"
     elif not least and len(text) > most * UNSURE_CHARS:
@@ -185,7 +201,8 @@ def make_generation(
             # Without anything to compute there would be nothing for the engine to answer.
             logprobs = logprobs._replace(prompt=0)
         plans.append((prompt, sampling_params(body, max_tokens, logprobs)))
-    check_tokens(body.stop_token_ids or (), state.engine.info.vocab_size, "stop_token_ids")
+    vocab_size = state.engine.info.vocab_size + max((num_new_tokens(prompt.uses) for prompt in prompts), default=0)
+    check_tokens(body.stop_token_ids or (), vocab_size, "stop_token_ids")
     jobs = []
     for prompt, params in plans:
         for choice in range(shared.n):
@@ -204,7 +221,7 @@ def make_generation(
             )
             hold = state.inflight.acquire(request.id, [use.adapter for use in prompt.uses])
             jobs.append(Job(index, prompt, request, hold, echo))
-    return Generation(state.engine, state.text, state.inflight, state.meter, jobs)
+    return Generation(state.engine, state.inflight, state.meter, jobs)
 
 
 def new_id(prefix: str, request: Request) -> str:

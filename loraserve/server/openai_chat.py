@@ -25,6 +25,7 @@ from loraserve.server.intake import (
     make_generation,
     new_id,
     resolve_adapters,
+    same_versions,
 )
 from loraserve.server.logprobs import chat_logprobs
 from loraserve.server.lora_field import parse_lora_field
@@ -41,6 +42,7 @@ from loraserve.server.responses import (
 from loraserve.server.state import ServerState
 from loraserve.server.streaming import EventStream, while_connected
 from loraserve.server.strict_body import StrictRoute
+from loraserve.server.text import Text
 
 
 class _Format(NamedTuple):
@@ -65,8 +67,8 @@ def chat_router(state: ServerState) -> APIRouter:
         check_fields(body, CHAT_NEUTRAL)
         generation, form = await _prepare(state, body, shared, new_id("chatcmpl", request))
         if shared.stream:
-            return EventStream(_chunks(state, generation, form))
-        answer = await while_connected(request, _collect(state, generation, form))
+            return EventStream(_chunks(generation, form))
+        answer = await while_connected(request, _collect(generation, form))
         return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
 
     return router
@@ -91,15 +93,19 @@ async def _prepare(
     num_top = _num_top(body)
     limits = _limits(body)
     blends = parse_lora_field(body.lora, 1, per_prompt=False)
-    resolve_adapters(state, body.model, blends)  # an unknown name costs no tokenization
+    (uses,) = resolve_adapters(state, body.model, blends)  # an unknown name costs no tokenization
     text = render_prompt(state, body.messages, body.add_generation_prompt, bool(body.continue_final_message))
-    check_length(state, limits, text)
-    ids = (await state.encode(text, special=False)).ids
-    if not ids:
-        raise InvalidRequest("the chat template makes an empty prompt of these messages", param="messages")
-    # Again, because what a name means may have changed; from here to the holds nothing is awaited.
-    (uses,) = resolve_adapters(state, body.model, blends)
-    prompt = Prompt(0, ids, text, [], uses)
+    while True:
+        tokenizer = await state.text_for(uses)
+        check_length(state, limits, text, tokenizer)
+        ids = (await state.encode(tokenizer, text, special=False)).ids
+        if not ids:
+            raise InvalidRequest("the chat template makes an empty prompt of these messages", param="messages")
+        # What a name means may have changed meanwhile; from here to the holds nothing is awaited.
+        before, (uses,) = uses, resolve_adapters(state, body.model, blends)
+        if same_versions([before], [uses]):
+            break
+    prompt = Prompt(0, ids, text, [], uses, tokenizer)
     generation = make_generation(state, body, shared, [prompt], limits, Logprobs(num_top), request_id)
     form = _Format(request_id, int(time.time()), body.model, num_top, shared.return_token_ids, shared.include_usage)
     return generation, form
@@ -124,13 +130,13 @@ def _limits(body: ChatRequest) -> Limits:
     return Limits(old if new is None else new, None, param, "messages")
 
 
-async def _collect(state: ServerState, generation: Generation, form: _Format) -> ChatResponse:
+async def _collect(generation: Generation, form: _Format) -> ChatResponse:
     choices = []
     for job, piece, finish_reason in await generation.collect():
         choice = ChatChoice(
             index=job.index,
             message=ChatMessage(role="assistant", content=piece.text, refusal=None),
-            logprobs=_logprobs(state, form, piece.tokens),
+            logprobs=_logprobs(form, job.prompt.tokenizer, piece.tokens),
             finish_reason=finish_reason,
         )
         if form.return_token_ids:
@@ -148,7 +154,7 @@ async def _collect(state: ServerState, generation: Generation, form: _Format) ->
     )
 
 
-async def _chunks(state: ServerState, generation: Generation, form: _Format) -> AsyncGenerator[ChatChunk, None]:
+async def _chunks(generation: Generation, form: _Format) -> AsyncGenerator[ChatChunk, None]:
     begun: set[int] = set()
     async with aclosing(generation.deltas()) as deltas:
         async for delta in deltas:
@@ -156,7 +162,7 @@ async def _chunks(state: ServerState, generation: Generation, form: _Format) -> 
                 begun.add(delta.job.index)
                 yield _opening(form, delta.job)
             if delta.piece:
-                yield _chunk(form, _part(state, form, delta))
+                yield _chunk(form, _part(form, delta))
             if delta.finish_reason is not None:
                 last = _chunk(
                     form,
@@ -184,11 +190,11 @@ def _opening(form: _Format, job: Job) -> ChatChunk:
     return _chunk(form, choice)
 
 
-def _part(state: ServerState, form: _Format, delta: Delta) -> ChatChunkChoice:
+def _part(form: _Format, delta: Delta) -> ChatChunkChoice:
     choice = ChatChunkChoice(
         index=delta.job.index,
         delta=ChatDelta(content=delta.piece.text),
-        logprobs=_logprobs(state, form, delta.piece.tokens),
+        logprobs=_logprobs(form, delta.job.prompt.tokenizer, delta.piece.tokens),
         finish_reason=None,
     )
     if form.return_token_ids:
@@ -209,5 +215,5 @@ def _chunk(form: _Format, choice: ChatChunkChoice | None) -> ChatChunk:
     return chunk
 
 
-def _logprobs(state: ServerState, form: _Format, tokens: list[ShownToken]) -> ChatLogprobs | None:
-    return None if form.num_top is None else chat_logprobs(state.text, tokens, form.num_top)
+def _logprobs(form: _Format, tokenizer: Text, tokens: list[ShownToken]) -> ChatLogprobs | None:
+    return None if form.num_top is None else chat_logprobs(tokenizer, tokens, form.num_top)

@@ -12,13 +12,12 @@ from fastapi.responses import Response
 
 from loraserve.errors import InvalidRequest
 from loraserve.server.fields import COMPLETION_NEUTRAL, check_best_of, check_fields
-from loraserve.server.generation import Delta, Generation, Job, Prompt
+from loraserve.server.generation import Delta, Generation, Job, Prompt, ResolvedUse
 from loraserve.server.intake import (
     MAX_CHOICES,
     Limits,
     Logprobs,
     SharedFields,
-    Tokens,
     check_length,
     check_shared,
     check_tokens,
@@ -26,6 +25,7 @@ from loraserve.server.intake import (
     new_id,
     resolve_adapters,
     room_for,
+    same_versions,
 )
 from loraserve.server.logprobs import completion_logprobs
 from loraserve.server.lora_field import parse_lora_field
@@ -34,6 +34,7 @@ from loraserve.server.responses import CompletionChoice, CompletionResponse, Lor
 from loraserve.server.state import ServerState
 from loraserve.server.streaming import EventStream, while_connected
 from loraserve.server.strict_body import StrictRoute
+from loraserve.server.text import Text
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -61,8 +62,8 @@ def completions_router(state: ServerState) -> APIRouter:
         check_fields(body, COMPLETION_NEUTRAL)
         generation, form = await _prepare(state, body, shared, new_id("cmpl", request))
         if shared.stream:
-            return EventStream(_chunks(state, generation, form))
-        answer = await while_connected(request, _collect(state, generation, form))
+            return EventStream(_chunks(generation, form))
+        answer = await while_connected(request, _collect(generation, form))
         return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
 
     return router
@@ -74,13 +75,17 @@ async def _prepare(
     values = _split_prompts(body.prompt)
     per_prompt = bool(body.lora_per_prompt)
     blends = parse_lora_field(body.lora, len(values), per_prompt)
-    resolve_adapters(state, body.model, blends)  # an unknown name costs no tokenization
+    uses = resolve_adapters(state, body.model, blends)  # an unknown name costs no tokenization
     echo = bool(body.echo)
     limits = Limits(body.max_tokens, DEFAULT_MAX_TOKENS)
-    tokens = [await _tokenize(state, value, limits, echo=echo) for value in values]
-    # Again, because what a name means may have changed; from here to the holds nothing is awaited.
-    uses = resolve_adapters(state, body.model, blends)
-    prompts = [Prompt(index, found.ids, found.text, found.starts, uses[index]) for index, found in enumerate(tokens)]
+    while True:
+        prompts = [
+            await _tokenize(state, index, value, uses[index], limits, echo=echo) for index, value in enumerate(values)
+        ]
+        # What a name means may have changed meanwhile; from here to the holds nothing is awaited.
+        before, uses = uses, resolve_adapters(state, body.model, blends)
+        if same_versions(before, uses):
+            break
     generation = make_generation(
         state,
         body,
@@ -120,34 +125,44 @@ def _split_prompts(prompt: Any) -> list[str | list[Any]]:
     return [prompt]
 
 
-async def _tokenize(state: ServerState, value: str | list[Any], limits: Limits, *, echo: bool) -> Tokens:
+async def _tokenize(
+    state: ServerState,
+    index: int,
+    value: str | list[Any],
+    uses: tuple[ResolvedUse, ...],
+    limits: Limits,
+    *,
+    echo: bool,
+) -> Prompt:
     if isinstance(value, str):
-        check_length(state, limits, value)
-        found = await state.encode(value)
+        tokenizer = await state.text_for(uses)
+        check_length(state, limits, value, tokenizer)
+        found = await state.encode(tokenizer, value)
         if not found.ids:
             raise InvalidRequest("the prompt is empty: it has no tokens", param="prompt")
-        return Tokens(found.ids, value, found.starts)
+        return Prompt(index, found.ids, value, found.starts, uses, tokenizer)
     room_for(limits, len(value), state.max_tokens, echo=echo)  # before any work that grows with the prompt
-    ids = check_tokens(value, state.engine.info.vocab_size)
+    ids = check_tokens(value, state.vocab_size_for(uses))
     if not ids:
         raise InvalidRequest("the prompt is empty: it has no tokens", param="prompt")
-    return Tokens(ids, *_spell(state, ids))
+    tokenizer = await state.text_for(uses)
+    return Prompt(index, ids, *_spell(tokenizer, ids), uses, tokenizer)
 
 
-def _spell(state: ServerState, ids: list[int]) -> tuple[str, list[int]]:
+def _spell(tokenizer: Text, ids: list[int]) -> tuple[str, list[int]]:
     """Text of a prompt given as ids, and where each id's text begins in it."""
-    text = state.text.decode(ids)
+    text = tokenizer.decode(ids)
     starts, place = [], 0
     for token in ids:
         starts.append(min(place, len(text)))
-        if not state.text.is_silent(token):
-            place += len(state.text.token_bytes(token).decode("utf-8", "ignore"))
+        if not tokenizer.is_silent(token):
+            place += len(tokenizer.token_bytes(token).decode("utf-8", "ignore"))
     return text, starts
 
 
-async def _collect(state: ServerState, generation: Generation, form: _Format) -> CompletionResponse:
+async def _collect(generation: Generation, form: _Format) -> CompletionResponse:
     finished = await generation.collect()
-    choices = [_choice(state, form, Delta(*whole), first=True) for whole in finished]
+    choices = [_choice(form, Delta(*whole), first=True) for whole in finished]
     return CompletionResponse(
         id=form.id,
         object="text_completion",
@@ -159,15 +174,13 @@ async def _collect(state: ServerState, generation: Generation, form: _Format) ->
     )
 
 
-async def _chunks(
-    state: ServerState, generation: Generation, form: _Format
-) -> AsyncGenerator[CompletionResponse, None]:
+async def _chunks(generation: Generation, form: _Format) -> AsyncGenerator[CompletionResponse, None]:
     begun: set[int] = set()
     async with aclosing(generation.deltas()) as deltas:
         async for delta in deltas:
             first = delta.job.index not in begun
             begun.add(delta.job.index)
-            chunk = _chunk(form, [_choice(state, form, delta, first=first)])
+            chunk = _chunk(form, [_choice(form, delta, first=first)])
             if delta.finish_reason is not None:
                 chunk.lora = delta.job.prompt.lora()
             yield chunk
@@ -187,9 +200,9 @@ def _chunk(form: _Format, choices: list[CompletionChoice]) -> CompletionResponse
     return chunk
 
 
-def _choice(state: ServerState, form: _Format, delta: Delta, *, first: bool) -> CompletionChoice:
+def _choice(form: _Format, delta: Delta, *, first: bool) -> CompletionChoice:
     job, tokens = delta.job, delta.piece.tokens
-    logprobs = None if form.num_top is None else completion_logprobs(state.text, tokens, form.num_top)
+    logprobs = None if form.num_top is None else completion_logprobs(job.prompt.tokenizer, tokens, form.num_top)
     choice = CompletionChoice(
         index=job.index, text=delta.piece.text, logprobs=logprobs, finish_reason=delta.finish_reason
     )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from loraserve.config import ServeConfig
 from loraserve.errors import AdapterNotFound, AdapterRefused, EngineNotReady, ModelNotFound
+from loraserve.server.adapter_texts import AdapterTexts, num_new_tokens
 from loraserve.server.auth import Auth
 from loraserve.server.directory import AdapterDirectory
+from loraserve.server.generation import ResolvedUse
 from loraserve.server.inflight import InFlight
 from loraserve.server.lora_field import AdapterRef, parse_model
 from loraserve.server.metrics import Metrics, RequestMeter
@@ -31,6 +34,7 @@ class ServerState:
     meter: RequestMeter
     auth: Auth
     text_or_none: Text | None
+    adapter_texts: AdapterTexts = field(default_factory=AdapterTexts)
     starting: bool = False
     draining: bool = False
     started: float = field(default_factory=time.time)
@@ -59,10 +63,18 @@ class ServerState:
         """Most tokens that a prompt and its answer may have together."""
         return min(self.engine.info.max_context, self.engine.info.kv_tokens)
 
-    def check_model(self, model: str | None) -> None:
-        """Raise `ModelNotFound` unless `model` is absent, the base, or a served adapter (they share the tokenizer)."""
-        if model is not None:
-            self.adapter_of(model)
+    def uses_of(self, model: str | None) -> tuple[ResolvedUse, ...]:
+        """The adapter that a `model` field names, if any. Raises `ModelNotFound`."""
+        named = None if model is None else self.adapter_of(model)
+        return () if named is None else (ResolvedUse(self.directory.resolve(named, "model"), named.scale),)
+
+    async def text_for(self, uses: Sequence[ResolvedUse]) -> Text:
+        """What reads and writes the texts of a request with these adapters."""
+        return await self.adapter_texts.text_for(self.text, uses)
+
+    def vocab_size_for(self, uses: Sequence[ResolvedUse]) -> int:
+        """Token ids that a request with these adapters may have."""
+        return self.engine.info.vocab_size + num_new_tokens(uses)
 
     def adapter_of(self, model: str) -> AdapterRef | None:
         """The served adapter that a `model` field names, None for the base. Raises `ModelNotFound`, `AdapterInUse`."""
@@ -77,14 +89,16 @@ class ServerState:
             ) from error
         return named
 
-    async def encode(self, text: str, *, special: bool = True) -> Encoding:
+    @staticmethod
+    async def encode(tokenizer: Text, text: str, *, special: bool = True) -> Encoding:
         """Tokenize without holding up other requests."""
         if len(text) <= SHORT:
-            return self.text.encode(text, special=special)
-        return await asyncio.to_thread(self.text.encode, text, special=special)
+            return tokenizer.encode(text, special=special)
+        return await asyncio.to_thread(tokenizer.encode, text, special=special)
 
-    async def decode(self, ids: list[int], *, skip_special: bool = True) -> str:
+    @staticmethod
+    async def decode(tokenizer: Text, ids: list[int], *, skip_special: bool = True) -> str:
         """The inverse, likewise."""
         if len(ids) <= SHORT:
-            return self.text.decode(ids, skip_special=skip_special)
-        return await asyncio.to_thread(self.text.decode, ids, skip_special=skip_special)
+            return tokenizer.decode(ids, skip_special=skip_special)
+        return await asyncio.to_thread(tokenizer.decode, ids, skip_special=skip_special)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 from loraserve.compat import StrEnum
 from loraserve.errors import InvalidRequest, ModelLoadError
+from loraserve.lora.spec import AddedToken
 
 GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -60,6 +62,34 @@ class Text:
         self._byte_fallback = "ByteFallback" in kinds
         self._byte_of = _byte_level_table() if self.kind is PieceKind.BYTE_LEVEL else {}
         self._longest_piece = self._find_longest_piece(description)
+
+    def with_tokens(self, tokens: Sequence[AddedToken]) -> Text | None:
+        """A tokenizer that knows more tokens; this one if it knows them all, None if their ids would be others.
+
+        A tokenizer gives new tokens the ids after its last, so those must be the ones that are wanted.
+        """
+        import tokenizers
+
+        new = sorted((token for token in tokens if token.id >= self._backend.get_vocab_size()), key=lambda t: t.id)
+        if not new:
+            return self
+        longer = copy.deepcopy(self._tokenizer)
+        longer.add_tokens(
+            [
+                tokenizers.AddedToken(
+                    token.content,
+                    single_word=token.single_word,
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    normalized=token.normalized,
+                    special=token.special,
+                )
+                for token in new
+            ]
+        )
+        if any(longer.backend_tokenizer.token_to_id(token.content) != token.id for token in new):
+            return None
+        return Text(longer)
 
     @property
     def size(self) -> int:

@@ -23,7 +23,7 @@ def tokens_router(state: ServerState) -> APIRouter:
         """The ids that the same prompt or messages would be generated from."""
         state.require_ready()
         check_fields(body, {})
-        state.check_model(body.model)
+        tokenizer = await state.text_for(state.uses_of(body.model))
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give exactly one of prompt and messages", param="prompt")
         if body.prompt is not None:
@@ -31,13 +31,13 @@ def tokens_router(state: ServerState) -> APIRouter:
                 if getattr(body, name) is not None:
                     raise InvalidRequest(f"{name} belongs to messages", param=name)
             special = body.add_special_tokens is None or body.add_special_tokens
-            ids = (await state.encode(body.prompt, special=special)).ids
+            ids = (await state.encode(tokenizer, body.prompt, special=special)).ids
         else:
             if body.add_special_tokens:
                 raise InvalidRequest("the chat template writes the special tokens", param="add_special_tokens")
             go_on = bool(body.continue_final_message)
             text = render_prompt(state, body.messages or [], body.add_generation_prompt, go_on)
-            ids = (await state.encode(text, special=False)).ids
+            ids = (await state.encode(tokenizer, text, special=False)).ids
         return TokenizeResponse(tokens=ids, count=len(ids), max_model_len=state.max_tokens)
 
     @router.post("/detokenize", summary="Token ids to text")
@@ -45,9 +45,9 @@ def tokens_router(state: ServerState) -> APIRouter:
         """The text of ids, special tokens included unless `skip_special_tokens`."""
         state.require_ready()
         check_fields(body, {})
-        state.check_model(body.model)
-        ids = check_tokens(body.tokens, state.engine.info.vocab_size, "tokens")
-        text = await state.decode(ids, skip_special=bool(body.skip_special_tokens))
+        uses = state.uses_of(body.model)
+        ids = check_tokens(body.tokens, state.vocab_size_for(uses), "tokens")
+        text = await state.decode(await state.text_for(uses), ids, skip_special=bool(body.skip_special_tokens))
         return DetokenizeResponse(prompt=text)
 
     return router

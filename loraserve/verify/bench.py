@@ -33,7 +33,7 @@ from loraserve.models.loading import resolve_dtype
 from loraserve.sampling import SamplingParams
 from loraserve.scheduler.request import AdapterUse
 from loraserve.verify.compare import Served, Trace
-from loraserve.verify.options import VerifyOptions
+from loraserve.verify.options import VerifyOptions, within_base
 
 _COPIES = 2  # of the adapter, under other versions: neighbours in the batch, and what pushes it off the device
 _MAX_LOGITS = 8 * GIB
@@ -46,7 +46,7 @@ class Bench:
 
     def __init__(self, base: Base, spec: AdapterSpec, options: VerifyOptions, prompts: list[list[int]]) -> None:
         self._prompts, self._max_tokens = prompts, options.max_tokens
-        self._vocab = base.shape.vocab_size
+        self._vocab, self._num_new_tokens = base.shape.vocab_size, spec.num_new_tokens
         self._traces: dict[str, Trace] = {}
         self._versions: list[str] = []
         self._ids = itertools.count()
@@ -83,9 +83,11 @@ class Bench:
 
     def _submit(self, version: str | None, served: Served, prompt: int) -> str:
         request_id = f"verify-{next(self._ids)}"
-        tokens = self._prompts[prompt]
+        tokens, vocab = self._prompts[prompt], self._vocab + self._num_new_tokens
+        if served is Served.BASE:
+            tokens, vocab = within_base(tokens, self._vocab), self._vocab
         rows = len(tokens) + self._max_tokens - 1
-        self._traces[request_id] = Trace(prompt, served, torch.full((rows, self._vocab), math.nan))
+        self._traces[request_id] = Trace(prompt, served, torch.full((rows, vocab), math.nan))
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=self._max_tokens, prompt_logprobs=0)
         uses = [] if version is None else [AdapterUse(version, 1.0)]
         self.parts.loop.add(AddRequest(id=request_id, prompt=tokens, params=params, adapters=uses))
@@ -134,7 +136,7 @@ def engine_config(base: Base, spec: AdapterSpec, options: VerifyOptions, prompts
         raise ConfigError(f"a prompt with its answer has {longest} tokens, the model takes {shape.max_context}")
     together = len(Served) * len(prompts)
     rows = sum(len(prompt) + options.max_tokens for prompt in prompts)
-    kept = (len(Served) + 2) * rows * shape.vocab_size * 4
+    kept = (len(Served) + 2) * rows * (shape.vocab_size + spec.num_new_tokens) * 4
     if kept > _MAX_LOGITS:
         raise ConfigError(f"the logits to compare would take {format_bytes(kept)}: give fewer or shorter prompts")
     per_token = KVCache.bytes_per_location(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from loraserve.compat import StrEnum
+from loraserve.inspection import Base
+from loraserve.verify.options import within_base
 from loraserve.verify.reference import Reference
 
 TOLERANCES: dict[str, float] = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.5}
@@ -90,16 +92,17 @@ class Expectation:
 
 
 def expectations(
-    base: Path, folder: Path, prompts: list[list[int]], traces: list[Trace], dtype: str
+    base: Base, folder: Path, prompts: list[list[int]], traces: list[Trace], dtype: str, num_new_tokens: int = 0
 ) -> dict[Served, Expectation]:
     """Let PEFT compute along the lone answers `traces`, which come in the order of the prompts, in float32.
 
-    If `dtype`, the one served, is another, PEFT computes in it too, for the limit. Raises `ReferenceUnavailable`.
+    If `dtype`, the one served, is another, PEFT computes in it too, for the limit. `num_new_tokens` are those that the
+    adapter adds to the vocabulary. Raises `ReferenceUnavailable`.
     """
-    exact = _peft_logits(base, folder, prompts, traces, torch.float32)
+    exact = _peft_logits(base, folder, prompts, traces, torch.float32, num_new_tokens)
     limits = dict.fromkeys(exact, TOLERANCES[dtype])
     if dtype != "float32":
-        rounded = _peft_logits(base, folder, prompts, traces, getattr(torch, dtype))
+        rounded = _peft_logits(base, folder, prompts, traces, getattr(torch, dtype), num_new_tokens)
         for served, rows in exact.items():
             noise = max(distance(one, other) for one, other in zip(rows, rounded[served], strict=True))
             if math.isfinite(noise):  # float16 may overflow in PEFT; that allows nothing
@@ -113,16 +116,17 @@ def expectations(
 
 
 def _peft_logits(
-    base: Path, folder: Path, prompts: list[list[int]], traces: list[Trace], dtype: torch.dtype
+    base: Base, folder: Path, prompts: list[list[int]], traces: list[Trace], dtype: torch.dtype, num_new_tokens: int
 ) -> dict[Served, list[Tensor]]:
-    reference = Reference.base(base, dtype)
+    reference, vocab = Reference.base(base.path, dtype), base.shape.vocab_size
     found: dict[Served, list[Tensor]] = {}
     for served in (Served.BASE, Served.ADAPTER):
         if served is Served.ADAPTER:
-            reference = reference.adapted(folder)
+            reference = reference.adapted(folder, vocab + num_new_tokens if num_new_tokens else None)
+        asked = [within_base(prompt, vocab) for prompt in prompts] if served is Served.BASE else prompts
         found[served] = [
             # Some checkpoints pad the head beyond the vocabulary.
-            reference.logits(prompts[trace.prompt] + trace.tokens[:-1])[:, : trace.logits.shape[1]]
+            reference.logits(asked[trace.prompt] + trace.tokens[:-1])[:, : trace.logits.shape[1]]
             for trace in traces
             if trace.served is served
         ]

@@ -9,6 +9,8 @@ from pathlib import Path
 from loraserve.config import Device, Dtype, Kernels, LoraConfig
 from loraserve.errors import ConfigError
 from loraserve.inspection import Base
+from loraserve.lora.spec import AdapterSpec
+from loraserve.lora.tables import Table
 
 DEFAULT_TEXTS = (
     "The quick brown fox jumps over the lazy dog.",
@@ -16,6 +18,7 @@ DEFAULT_TEXTS = (
     "A",
 )
 _RANDOM_LENGTHS = (7, 40)  # prompts of arbitrary tokens, to reach all of the vocabulary
+_OWN_TOKENS = 24  # of those that an adapter has embeddings for, in one more prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +42,12 @@ class VerifyOptions:
             raise ConfigError("there are no prompts to compare")
 
 
-def token_prompts(base: Base, options: VerifyOptions) -> list[list[int]]:
+def within_base(prompt: list[int], vocab_size: int) -> list[int]:
+    """What the base is asked in place of a prompt with tokens that only the adapter has."""
+    return [token % vocab_size for token in prompt]
+
+
+def token_prompts(base: Base, options: VerifyOptions, spec: AdapterSpec) -> list[list[int]]:
     """The prompts as token ids. Raises `ConfigError` for one that has none, or without a tokenizer for given texts."""
     vocab = base.shape.vocab_size
     texts = DEFAULT_TEXTS if options.prompts is None else options.prompts
@@ -55,9 +63,14 @@ def token_prompts(base: Base, options: VerifyOptions) -> list[list[int]]:
     if options.prompts is None:
         draw = random.Random(0)
         prompts += [[draw.randrange(vocab) for _ in range(length)] for length in _RANDOM_LENGTHS]
+        own = sorted(
+            {t for rows in spec.replaced if rows.table is Table.EMBED for part in rows.parts for t in part.ids}
+        )
+        # From the last on, so that tokens beyond the base's vocabulary are among them.
+        prompts += [own[:: -max(1, len(own) // _OWN_TOKENS)][:_OWN_TOKENS]] if own else []
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise ConfigError(f"prompt {index + 1} has no tokens")
-        if max(prompt) >= vocab:
+        if max(prompt) >= vocab + spec.num_new_tokens:
             raise ConfigError(f"prompt {index + 1} has token {max(prompt)}, the model's vocabulary has {vocab}")
     return prompts

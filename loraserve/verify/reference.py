@@ -63,8 +63,10 @@ class Reference:
             model = AutoModelForCausalLM.from_pretrained(where[0], dtype=dtype, attn_implementation="eager", **where[1])
         return cls(model)
 
-    def adapted(self, folder: Path) -> Reference:
+    def adapted(self, folder: Path, vocab_size: int | None = None) -> Reference:
         """The adapter in `folder` on this base, which is used up: PEFT changes it in place.
+
+        With a `vocab_size` the base is resized first, as it was in training; the adapter brings the new rows.
 
         PEFT must take every tensor. Files whose keys it would pass over are given to it once more, with the keys as it
         writes them and the config untouched. Raises `ReferenceUnavailable`.
@@ -73,6 +75,8 @@ class Reference:
         if files.layout is not Layout.PEFT:
             raise ReferenceUnavailable(f"PEFT cannot read {files.layout} adapters, so there is nothing to compare with")
         with _quiet(), _named("PEFT cannot load the adapter"):
+            if vocab_size is not None:
+                self._model.resize_token_embeddings(vocab_size, mean_resizing=False)
             if files.weights == (WEIGHTS_NAME,):
                 model, left_out = _attach(self._model, folder)
                 if not left_out:
@@ -100,7 +104,14 @@ def _attach(model: Any, folder: Path) -> tuple[Any, list[str]]:
     adapted = PeftModel.from_pretrained(model, str(folder), torch_device="cpu")
     # The first load does not say what was left out; a second one of the same adapter does.
     result = adapted.load_adapter(str(folder), "default", torch_device="cpu")
-    return adapted, list(result.unexpected_keys)
+    return adapted, [key for key in result.unexpected_keys if not _is_repetition(key)]
+
+
+def _is_repetition(key: str) -> bool:
+    """Whether PEFT writes this beside a tensor of the same values, and reads that one only."""
+    module, role = parse_key(key)
+    repeated = role is Role.WEIGHT and ".modules_to_save." in key
+    return repeated or role is Role.ORIGINAL_WEIGHT or (role is Role.TOKEN_ROWS and module.endswith("lm_head"))
 
 
 def _respell(folder: Path, weights: tuple[str, ...], target: Path) -> None:
@@ -114,6 +125,8 @@ def _respell(folder: Path, weights: tuple[str, ...], target: Path) -> None:
             for name in source.keys():  # noqa: SIM118  (not a dict)
                 key = parse_key(name)
                 suffix = _PEFT_SUFFIXES.get(key.role)
+                if key.role is Role.BASE_WEIGHT and ".token_adapter." in name:
+                    suffix = f"token_adapter.{suffix}"
                 spelled = name if suffix is None else f"base_model.model.{canonical_path(key.module)}.{suffix}"
                 tensors[spelled] = source.get_tensor(name)
     save_file(tensors, target / WEIGHTS_NAME)

@@ -48,7 +48,7 @@ def verify_adapter(folder: Path, options: VerifyOptions, say: Callable[[str], No
     base = open_base(options.model, options.revision)
     spec = parse_adapter(folder, base.geometry, options.max_lora_rank)
     version = content_version(spec, folder)
-    prompts = token_prompts(base, options)
+    prompts = token_prompts(base, options, spec)
     say("starting the engine")
     bench = Bench(base, spec, options, prompts)
     try:
@@ -57,7 +57,8 @@ def verify_adapter(folder: Path, options: VerifyOptions, say: Callable[[str], No
         both = (Served.BASE, Served.ADAPTER)
         alone = [bench.ask([(served, i)])[0] for served in both for i in range(len(prompts))]
         say("asking PEFT")
-        expected = expectations(base.path, options.against or folder, prompts, alone, bench.parts.info.dtype)
+        dtype, against = bench.parts.info.dtype, options.against or folder
+        expected = expectations(base, against, prompts, alone, dtype, spec.num_new_tokens)
         checks = compare(Scenario.ALONE, alone, expected, prompts)
         del alone  # gigabytes, for a large vocabulary
         say("serving it in a mixed batch, after eviction and after a reload")
@@ -71,11 +72,13 @@ def verify_adapter(folder: Path, options: VerifyOptions, say: Callable[[str], No
     finally:
         bench.close()
     info = bench.parts.info
+    vocab = base.shape.vocab_size
     effect = max(
-        distance(adapted[: len(prompt)], plain[: len(prompt)])
+        distance(adapted[: len(prompt), :vocab], plain[: len(prompt)])
         for prompt, adapted, plain in zip(
             prompts, expected[Served.ADAPTER].logits, expected[Served.BASE].logits, strict=True
         )
+        if max(prompt) < vocab
     )
     return Verdict(
         version=version,

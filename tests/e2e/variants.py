@@ -11,20 +11,32 @@ from typing import Any
 import torch
 from engine_driver import Driver, engine_config
 from peft import LoraConfig, get_peft_model
-from tiny_models import Oracle, make_adapter, quiet
+from tiny_models import NEW_TOKENS_MARK, Oracle, make_adapter, quiet
 from transformers import AutoModelForCausalLM
 
 COUNT = 8  # tokens that are generated
+VOCAB = 300  # of the tiny models
 PLAIN = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 PLAIN_FUSED = PLAIN | {"target_modules": ["qkv_proj", "down_proj"]}
 
 
-def make_variant(model_folder: Path, folder: Path, seed: int, **lora: Any) -> Path:
-    """Save a PEFT adapter whose every trained tensor is far from where it starts."""
+def make_variant(
+    model_folder: Path, folder: Path, seed: int, *, new_tokens: int = 0, save_embeddings: bool = False, **lora: Any
+) -> Path:
+    """Save a PEFT adapter whose every trained tensor is far from where it starts.
+
+    `new_tokens` are added to the vocabulary before; their rows are random whether they are trained or not.
+    """
     torch.manual_seed(seed)
     with quiet():
         model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+        if new_tokens:
+            vocab = model.config.vocab_size
+            model.resize_token_embeddings(vocab + new_tokens)
+            with torch.no_grad():
+                for matrix in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
+                    matrix[vocab:] = torch.randn_like(matrix[vocab:]) * 0.5
         peft_model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **lora))
         with torch.no_grad():
             for name, parameter in peft_model.named_parameters():
@@ -36,7 +48,9 @@ def make_variant(model_folder: Path, folder: Path, seed: int, **lora: Any) -> Pa
                     parameter.copy_(torch.randn_like(parameter) * 0.2)
                 else:
                     parameter.add_(torch.randn_like(parameter) * 0.3)
-        peft_model.save_pretrained(folder, save_embedding_layers=False)
+        peft_model.save_pretrained(folder, save_embedding_layers=save_embeddings)
+    if new_tokens:
+        (folder / NEW_TOKENS_MARK).touch()
     config_file = folder / "adapter_config.json"
     config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"base_model_name_or_path": "tiny"}))
     return folder
@@ -49,6 +63,11 @@ def make_prompts(seed: int = 5) -> list[list[int]]:
     lengths = (1, 5, 23)
     prompts = [[rng.randrange(3, 300) for _ in range(length)] for length in lengths]
     return [*prompts, shared + prompts[1], shared + prompts[0]]
+
+
+def within_vocabulary(prompt: list[int]) -> list[int]:
+    """The prompt without the tokens that only some adapter has."""
+    return [token if token < VOCAB else 41 for token in prompt]
 
 
 def check_request(driver: Driver, request_id: str, oracle: Oracle, folder: Path | None, prompt: Sequence[int]) -> None:
@@ -78,7 +97,8 @@ def check_variant(
         make_adapter(model, plain_folder, 77, **plain)
     prompts = prompts or make_prompts()
     # Changed enough for a comparison to mean something.
-    assert any(oracle.greedy(variant, p, COUNT) != oracle.greedy(None, p, COUNT) for p in prompts)
+    known = [within_vocabulary(prompt) for prompt in prompts]
+    assert any(oracle.greedy(variant, p, COUNT) != oracle.greedy(None, p, COUNT) for p in known)
     folders = {"variant": variant, "plain": plain_folder, None: None}
     with Driver(engine_config(model, kernels=kernels, scheduler={"prefill_chunk": 16})) as driver:
         driver.load("variant", variant)
@@ -91,7 +111,9 @@ def check_variant(
             alone = ask("variant", prompt)
             driver.finish(alone)
             check_request(driver, alone, oracle, variant, prompt)
-        mixed = [(name, prompt, ask(name, prompt)) for prompt in prompts for name in folders]
+        # Tokens that the variant adds are its own.
+        asked = [(name, p if name == "variant" else within_vocabulary(p)) for p in prompts for name in folders]
+        mixed = [(name, prompt, ask(name, prompt)) for name, prompt in asked]
         driver.finish()
         for name, prompt, request_id in mixed:
             check_request(driver, request_id, oracle, folders[name], prompt)
@@ -101,8 +123,8 @@ def check_variant(
         # Another adapter takes the slot and the pages before the variant comes back elsewhere.
         driver.load("plain", plain_folder)
         driver.load("variant", variant)
-        again = [(name, ask(name, prompts[2])) for name in folders]
+        again = [(name, prompt, ask(name, prompt)) for name, prompt in asked[len(folders) * 2 : len(folders) * 3]]
         driver.finish()
-        for name, request_id in again:
-            check_request(driver, request_id, oracle, folders[name], prompts[2])
+        for name, prompt, request_id in again:
+            check_request(driver, request_id, oracle, folders[name], prompt)
         driver.assert_idle()

@@ -87,3 +87,10 @@ def test_logprobs_match_log_softmax() -> None:
     assert second.top == []
     assert second.logprob == pytest.approx(float(expected[1]), abs=1e-6)
     assert logprobs_of(logits[:0], [], []) == []
+
+
+def test_what_is_beyond_a_rows_vocabulary_is_never_drawn() -> None:
+    # An adapter beside it has more tokens; were the padding drawn from, even 0 mass could be hit by rounding.
+    logits = torch.tensor([[0.0, 0.0, 50.0]] * 64)
+    rows = [SamplingRow(SamplingParams(temperature=1.0), seed, 0, vocab_size=2) for seed in range(64)]
+    assert set(sample(logits, rows)) == {0, 1}

@@ -8,18 +8,32 @@ from __future__ import annotations
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from raw_adapters import GEOMETRY, HIDDEN, PREFIX, Q0, container, plain_config, plain_tensors, raw_container, write
+from raw_adapters import (
+    GEOMETRY,
+    HIDDEN,
+    LAYERS,
+    PREFIX,
+    Q0,
+    VOCAB,
+    Tensor,
+    container,
+    plain_config,
+    plain_tensors,
+    raw_container,
+    write,
+)
 
 from loraserve.errors import AdapterError
 from loraserve.lora.format import content_version, parse_adapter
 from loraserve.lora.peft_config import FIELD_RULES
-from loraserve.lora.spec import AdapterSpec
+from loraserve.lora.spec import AdapterSpec, BaseGeometry
 
 CASES = int(os.environ.get("LORASERVE_FUZZ", "100"))
 fuzz = settings(
@@ -71,9 +85,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzz")
 
 
-def outcome(folder: Path) -> AdapterSpec | AdapterError:
+def outcome(folder: Path, geometry: BaseGeometry | None = GEOMETRY) -> AdapterSpec | AdapterError:
     try:
-        spec = parse_adapter(folder, GEOMETRY, 64)
+        spec = parse_adapter(folder, geometry, 64)
     except AdapterError as error:
         refused = error
     else:
@@ -161,3 +175,69 @@ def raw_or_container(tensors: dict[str, Any]) -> bytes:
         return container(tensors)
     except UnicodeEncodeError:
         return b""
+
+
+rows_modules = st.sampled_from(
+    [
+        "model.embed_tokens",
+        "lm_head",
+        "model.norm",
+        "model.layers.0.input_layernorm",
+        "model.layers.1.self_attn.q_norm",
+        Q0,
+    ]
+)
+rows_suffixes = st.sampled_from(
+    [
+        "weight",
+        "base_layer.weight",
+        "modules_to_save.weight",
+        "original_module.weight",
+        "token_adapter.trainable_tokens_delta",
+        "token_adapter.base_layer.weight",
+        "lora_A.weight",
+        "lora_B.weight",
+        "lora_embedding_A",
+        "lora_embedding_B",
+    ]
+)
+rows_sizes = st.sampled_from([0, 1, 2, 4, 8, HIDDEN, VOCAB - 1, VOCAB, VOCAB + 1, VOCAB + 2])
+rows_shapes = st.one_of(
+    st.sampled_from([(HIDDEN,), (VOCAB, HIDDEN), (VOCAB + 2, HIDDEN), (1, HIDDEN), (2, HIDDEN), (4, VOCAB + 2)]),
+    st.lists(rows_sizes, max_size=3).map(tuple),
+)
+rows_names = st.lists(
+    st.sampled_from(["embed_tokens", "lm_head", "norm", "q_norm", "head", "", "x", "q_proj"]), max_size=3
+)
+rows_ids = st.lists(st.one_of(st.sampled_from([0, 1, VOCAB - 1, VOCAB, VOCAB + 1]), st.integers()), max_size=3)
+
+
+@fuzz
+@given(
+    tensors=st.dictionaries(st.tuples(rows_modules, rows_suffixes), rows_shapes, max_size=4),
+    saved=rows_names,
+    tokens=st.one_of(rows_ids, st.dictionaries(st.sampled_from(["embed_tokens", "lm_head", "e", ""]), rows_ids)),
+    tied=st.booleans(),
+    one=st.booleans(),
+)
+def test_rows_that_adapters_bring(
+    tensors: dict[tuple[str, str], tuple[int, ...]], saved: list[str], tokens: Any, tied: bool, one: bool, folder: Path
+) -> None:
+    geometry = replace(GEOMETRY, tied_head=tied, head_norm_width=8 if one else 0)
+    config = plain_config(
+        target_modules=["q_proj", "lm_head", "embed_tokens"],
+        modules_to_save=saved,
+        trainable_token_indices=tokens,
+        ensure_weight_tying=one,
+    )
+    brought = {f"{PREFIX}{module}.{suffix}": Tensor(shape) for (module, suffix), shape in tensors.items()}
+    write(folder, config, plain_tensors() | brought)
+    for base in (geometry, None):
+        spec = outcome(folder, base)
+        if isinstance(spec, AdapterError):
+            continue
+        for rows in spec.replaced:
+            stop = VOCAB + spec.num_new_tokens if rows.table in ("embed", "lm_head") else 2 * LAYERS + 1
+            assert rows.stop <= stop or base is None
+            for part in rows.parts:
+                assert part.ref.num_elements == len(part.ids) * rows.width

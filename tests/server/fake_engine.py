@@ -7,7 +7,9 @@ import hashlib
 import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -278,6 +280,7 @@ class FakeLibrary:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.gate: threading.Event | None = None
+        self.reported: dict[str, Any] = {}  # fields of the load reports that are not the plain ones
         self.adds = 0
         self._lock = threading.Lock()
 
@@ -319,4 +322,5 @@ class FakeLibrary:
             warnings=(),
             base_model_name=None,
         )
+        report = replace(report, **self.reported)
         return StoredAdapter(version, Path(place.path), report, AdapterSource("local", path=place.path))
