@@ -20,6 +20,9 @@ PLAIN = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_p
 PLAIN_FUSED = PLAIN | {"target_modules": ["qkv_proj", "down_proj"]}
 
 
+INVOCATION = [41, 42, 43]
+
+
 def make_variant(model_folder: Path, folder: Path, seed: int, **lora: Any) -> Path:
     """Save a PEFT adapter whose every trained tensor is far from where it starts."""
     torch.manual_seed(seed)
@@ -106,3 +109,37 @@ def check_variant(
         for name, request_id in again:
             check_request(driver, request_id, oracle, folders[name], prompts[2])
         driver.assert_idle()
+
+
+class ActivatedOracle(Oracle):
+    """PEFT with an aLoRA adapter: it must be told where the adapter begins, or it forgets after the prompt."""
+
+    def stepwise(self, adapter: Path | None, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
+        starts = [i for i in range(len(prompt)) if list(prompt[i : i + 3]) == INVOCATION]
+        tokens = [*prompt, *output[:-1]]
+        if adapter is None or "alora" not in adapter.name:
+            return super().stepwise(adapter, prompt, output)
+        offset = len(tokens) - starts[-1] if starts else None
+        with torch.no_grad():
+            return self._model(adapter)(torch.tensor([tokens]), alora_offsets=[offset]).logits[0]
+
+    def greedy(self, adapter: Path | None, prompt: Sequence[int], count: int) -> list[int]:
+        if adapter is None or "alora" not in adapter.name:
+            return super().greedy(adapter, prompt, count)
+        output: list[int] = []
+        for _ in range(count):
+            output.append(int(self.stepwise(adapter, prompt, [*output, 0])[-1].argmax()))
+        return output
+
+
+def invoking_prompts() -> list[list[int]]:
+    """Invoked at the start, in the middle, at the end, twice, cut off, never; some begin alike for more than a page."""
+    long = make_prompts()[2]
+    return [
+        [*INVOCATION, 9, 8],
+        [*long, *INVOCATION, 17],
+        [*long, *INVOCATION, 17, *long, *INVOCATION],
+        [*long, *INVOCATION, 17, *long, 5],
+        [*long, *INVOCATION[:2]],
+        [*long, *INVOCATION[:2], 44],
+    ]
