@@ -24,7 +24,7 @@ from loraserve.config import (
 )
 from loraserve.engine.build import EngineParts, build_engine, resolve_device
 from loraserve.engine.messages import AddRequest, RequestOutput
-from loraserve.errors import ConfigError, LoraserveError
+from loraserve.errors import ConfigError, LoraserveError, NonFiniteLogits
 from loraserve.inspection import Base
 from loraserve.kvcache.pool import KVCache
 from loraserve.lora.layout import PoolLayout
@@ -118,9 +118,11 @@ class Bench:
                 self._take(output)
 
     def _take(self, output: RequestOutput) -> None:
-        if output.error is not None:
-            raise output.error.to_error()
         trace = self._traces[output.id]
+        if output.error is not None and output.error.code == NonFiniteLogits.code:
+            trace.broken = True  # a finding of its own: the row that says so is kept, and the comparison goes on
+        elif output.error is not None:
+            raise output.error.to_error()
         trace.tokens += output.token_ids
         trace.done = output.finish_reason is not None
 

@@ -60,10 +60,13 @@ class Check:
     num_rows: int
     divergences: tuple[Divergence, ...]  # at most one per prompt
     near_ties: bool  # half precision: a divergence where PEFT's own two logits are within the limit is rounding
+    broken: tuple[int, ...] = ()  # prompts whose answers the engine gave up on, because its logits were not finite
 
     @property
     def passed(self) -> bool:
         """Whether logits and tokens are PEFT's."""
+        if self.broken:
+            return False
         tokens = all(self.near_ties and found.gap <= self.limit for found in self.divergences)
         return self.max_delta < self.limit and tokens
 
@@ -77,6 +80,7 @@ class Trace:
     logits: Tensor  # [prompt + max_tokens − 1, vocab] float32; NaN where nothing was computed
     tokens: list[int] = field(default_factory=list)
     done: bool = False
+    broken: bool = False  # the engine ended it, because a row of its logits is not finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ class Expectation:
     """PEFT's side, one entry for each prompt: what it was fed after the prompt, and its logits along that."""
 
     fed: list[list[int]]  # the engine's lone answers
-    logits: list[Tensor]  # [prompt + max_tokens − 1, vocab]
+    logits: list[Tensor]  # [prompt + max_tokens − 1, vocab]; fewer rows if the answer broke off
     limit: float
     near_ties: bool
 
@@ -147,29 +151,32 @@ def compare(
             fed, logits, start = theirs.fed[trace.prompt], theirs.logits[trace.prompt], len(prompts[trace.prompt])
             # Rows after a token that PEFT was not fed have another history.
             shared = start + _common(trace.tokens[:-1], fed[:-1])
-            deltas.append(distance(trace.logits[:shared], logits[:shared]))
+            deltas.append(math.inf if trace.broken else distance(trace.logits[:shared], logits[:shared]))
             rows += shared
             divergence = _first_divergence(trace, fed, logits[start - 1 :])
             divergences += [] if divergence is None else [divergence]
-        checks.append(Check(scenario, served, max(deltas), theirs.limit, rows, tuple(divergences), theirs.near_ties))
+        broken = tuple(trace.prompt for trace in ours if trace.broken)
+        checks.append(
+            Check(scenario, served, max(deltas), theirs.limit, rows, tuple(divergences), theirs.near_ties, broken)
+        )
     return checks
 
 
 def _first_divergence(trace: Trace, fed: list[int], logits: Tensor) -> Divergence | None:
-    """logits: [max_tokens, vocab], PEFT's for the answer's tokens."""
-    for position, token in enumerate(trace.tokens):
-        row = logits[position]
+    """logits: [max_tokens, vocab], PEFT's for the answer's tokens; fewer if PEFT was fed an answer that broke off."""
+    for position, (token, row) in enumerate(zip(trace.tokens, logits, strict=False)):
         best = int(row.argmax())
         if token != best:
             return Divergence(trace.prompt, position, token, best, float(row[best] - row[token]))
-        if token != fed[position]:
+        if position >= len(fed) or token != fed[position]:
             return None  # as PEFT would have it, but PEFT was led another way from here on
     return None
 
 
 def _common(left: list[int], right: list[int]) -> int:
     """Length of the common prefix."""
-    return next((i for i, pair in enumerate(zip(left, right, strict=True)) if pair[0] != pair[1]), len(left))
+    shorter = min(len(left), len(right))
+    return next((i for i in range(shorter) if left[i] != right[i]), shorter)
 
 
 def distance(left: Tensor, right: Tensor) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import shutil
 import tempfile
@@ -16,11 +17,12 @@ import torch
 from torch import Tensor
 
 from loraserve.errors import LoraserveError
-from loraserve.lora.adapter_files import CONFIG_NAME, WEIGHTS_NAME, Layout, read_adapter_files
+from loraserve.lora.adapter_files import CONFIG_NAME, WEIGHTS_NAME, AdapterFiles, Layout, read_adapter_files
 from loraserve.lora.files import AdapterFolder
-from loraserve.lora.keys import Role, parse_key
+from loraserve.lora.keys import LORA_ROLES, Role, parse_key
 from loraserve.lora.modules import canonical_path
 from loraserve.lora.strict_json import show
+from loraserve.verify.patterns import endless_patterns
 
 logger = logging.getLogger(__name__)
 
@@ -67,24 +69,46 @@ class Reference:
         """The adapter in `folder` on this base, which is used up: PEFT changes it in place.
 
         PEFT must take every tensor. Files whose keys it would pass over are given to it once more, with the keys as it
-        writes them and the config untouched. Raises `ReferenceUnavailable`.
+        writes them and the config untouched; but a `target_modules` that its regular expressions would not come to an
+        end with is replaced by the names of the modules that have tensors. Raises `ReferenceUnavailable`.
         """
         files = read_adapter_files(AdapterFolder.at(folder))
         if files.layout is not Layout.PEFT:
             raise ReferenceUnavailable(f"PEFT cannot read {files.layout} adapters, so there is nothing to compare with")
+        targets = self._safe_targets(files)
         with _quiet(), _named("PEFT cannot load the adapter"):
-            if files.weights == (WEIGHTS_NAME,):
+            if files.weights == (WEIGHTS_NAME,) and targets is None:
                 model, left_out = _attach(self._model, folder)
                 if not left_out:
                     return Reference(model)
                 logger.info("PEFT leaves out %s; giving it the tensors under its own names", left_out[0])
                 self._model = model.unload()
             with tempfile.TemporaryDirectory(prefix="loraserve-verify-") as respelled:
-                _respell(folder, files.weights, Path(respelled))
+                _respell(folder, files.weights, Path(respelled), targets)
                 model, left_out = _attach(self._model, Path(respelled))
         if left_out:
             raise ReferenceUnavailable(f"PEFT leaves out {len(left_out)} tensors, such as {show(left_out[0])}")
         return Reference(model)
+
+    def _safe_targets(self, files: AdapterFiles) -> list[str] | None:
+        """Names for PEFT to use as `target_modules`; None if the config's own can be left to it."""
+        try:
+            config = json.loads(files.config)
+        except ValueError:
+            config = None
+        if not isinstance(config, dict):
+            return None  # PEFT says what is wrong
+        endless = endless_patterns(config, [name for name, _ in self._model.named_modules()])
+        for field in endless:
+            if field != "target_modules":
+                raise ReferenceUnavailable(
+                    f"the patterns of {field} keep Python's regular expressions busy for too long"
+                )
+        if not endless:
+            return None
+        logger.info("the pattern of target_modules takes too long; giving PEFT the modules that have tensors")
+        keys = [parse_key(ref.name) for ref in files.tensors]
+        return sorted({canonical_path(key.module) for key in keys if key.role in LORA_ROLES})
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """Logits at every position, [num_tokens, vocab] float32."""
@@ -103,8 +127,8 @@ def _attach(model: Any, folder: Path) -> tuple[Any, list[str]]:
     return adapted, list(result.unexpected_keys)
 
 
-def _respell(folder: Path, weights: tuple[str, ...], target: Path) -> None:
-    """Copy an adapter with every key as PEFT writes it."""
+def _respell(folder: Path, weights: tuple[str, ...], target: Path, targets: list[str] | None) -> None:
+    """Copy an adapter with every key as PEFT writes it, and with `targets`, if given, as its `target_modules`."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -118,6 +142,9 @@ def _respell(folder: Path, weights: tuple[str, ...], target: Path) -> None:
                 tensors[spelled] = source.get_tensor(name)
     save_file(tensors, target / WEIGHTS_NAME)
     shutil.copyfile(folder / CONFIG_NAME, target / CONFIG_NAME)
+    if targets is not None:
+        config = json.loads((folder / CONFIG_NAME).read_bytes())
+        (target / CONFIG_NAME).write_text(json.dumps(config | {"target_modules": targets}), encoding="utf-8")
 
 
 @contextmanager
