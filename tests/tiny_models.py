@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PreTrainedTokenizerFast, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -69,7 +76,12 @@ def make_model(folder: Path, family: str = "llama", seed: int = 0, **overrides: 
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": tokenizer.bos_token_id,
     }
-    config_class = {"llama": LlamaConfig, "qwen2": Qwen2Config, "phi3": Phi3Config}[family]
+    config_class = {
+        "llama": LlamaConfig,
+        "mistral": MistralConfig,
+        "qwen2": Qwen2Config,
+        "phi3": Phi3Config,
+    }[family]
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config_class(**(shape | overrides)), dtype=torch.float32)
     for name, parameter in model.named_parameters():

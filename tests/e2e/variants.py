@@ -73,9 +73,11 @@ def check_variant(
     plain: dict[str, Any] = PLAIN,
     oracle: Oracle | None = None,
     prompts: list[list[int]] | None = None,
+    served: Path | None = None,
 ) -> None:
     """Alone, in a mixed batch beside the base and a plain adapter, and after eviction and reload: all equal PEFT."""
     oracle = oracle or Oracle(model)
+    served = served or model  # the same weights in another container
     plain_folder = root / "plain"
     if not plain_folder.exists():
         make_adapter(model, plain_folder, 77, **plain)
@@ -83,7 +85,7 @@ def check_variant(
     # Changed enough for a comparison to mean something.
     assert any(oracle.greedy(variant, p, COUNT) != oracle.greedy(None, p, COUNT) for p in prompts)
     folders = {"variant": variant, "plain": plain_folder, None: None}
-    with Driver(engine_config(model, kernels=kernels, scheduler={"prefill_chunk": 16})) as driver:
+    with Driver(engine_config(served, kernels=kernels, scheduler={"prefill_chunk": 16})) as driver:
         driver.load("variant", variant)
         driver.load("plain", plain_folder)
 
