@@ -211,6 +211,7 @@ class AdapterSource:
     revision: str | None = None
     commit: str | None = None
     subfolder: str | None = None
+    chat_template: str | None = None  # sha256 of the adapter's own template, None if chats use the base's
 
 
 class KindReport(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any
 from loraserve.config import ServeConfig
 from loraserve.errors import AdapterNotFound, AdapterRefused, EngineNotReady, ModelNotFound
 from loraserve.server.auth import Auth
+from loraserve.server.chats import ChatRenderer
 from loraserve.server.directory import AdapterDirectory
 from loraserve.server.inflight import InFlight
 from loraserve.server.lora_field import AdapterRef, parse_model
@@ -30,6 +31,7 @@ class ServerState:
     metrics: Metrics
     meter: RequestMeter
     auth: Auth
+    chats: ChatRenderer
     text_or_none: Text | None
     starting: bool = False
     draining: bool = False

@@ -122,6 +122,17 @@ class Text:
         """Whether chat requests can be served at all."""
         return self._tokenizer.chat_template is not None
 
+    @property
+    def chat_template(self) -> str | None:
+        """The model's own template, None if it has none or several."""
+        found = self._tokenizer.chat_template
+        return found if isinstance(found, str) else None
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Special tokens by the names that chat templates know them by."""
+        return {name: token for name, token in self._tokenizer.special_tokens_map.items() if isinstance(token, str)}
+
     def render_chat(
         self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, continue_final_message: bool
     ) -> str:

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 
 from loraserve.errors import InvalidRequest
 from loraserve.server.fields import check_fields
-from loraserve.server.intake import check_tokens
+from loraserve.server.intake import check_tokens, resolve_adapters
 from loraserve.server.openai_chat import render_prompt
 from loraserve.server.protocol import DetokenizeRequest, TokenizeRequest
 from loraserve.server.responses import DetokenizeResponse, TokenizeResponse
@@ -36,7 +36,9 @@ def tokens_router(state: ServerState) -> APIRouter:
             if body.add_special_tokens:
                 raise InvalidRequest("the chat template writes the special tokens", param="add_special_tokens")
             go_on = bool(body.continue_final_message)
-            text = render_prompt(state, body.messages or [], body.add_generation_prompt, go_on)
+            (uses,) = resolve_adapters(state, body.model or state.base_name, [None])
+            template = state.chats.template_of(uses)
+            text = await render_prompt(state, body.messages or [], body.add_generation_prompt, go_on, template)
             ids = (await state.encode(text, special=False)).ids
         return TokenizeResponse(tokens=ids, count=len(ids), max_model_len=state.max_tokens)
 
