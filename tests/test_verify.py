@@ -235,3 +235,19 @@ def test_logits_that_are_not_finite_are_a_failed_verdict(model: Path, adapter: P
     code, out, _ = run_cli(*arguments, "--prompts", str(prompts), "--json")
     assert code == 1
     assert json.loads(out)["max_delta"] == "inf"
+
+
+def test_an_activated_adapter_is_compared_where_it_applies(model: Path, tmp_path: Path) -> None:
+    settings = SETTINGS | {"alora_invocation_tokens": [41, 42, 43]}
+    activated = make_adapter(model, tmp_path / "activated", 4, **settings)
+    verdict = verify(activated, model)
+    assert verdict.passed
+    assert verdict.effect > 0.1
+    wrong = changed(activated, tmp_path / "wrong", alora_invocation_tokens=[42, 43])  # begins a token later
+    assert not verify(activated, model, against=changed(activated, tmp_path / "alpha", lora_alpha=7)).passed
+    assert not verify(
+        wrong, model, against=changed(activated, tmp_path / "everywhere", alora_invocation_tokens=None)
+    ).passed
+    silent = verify(activated, model, prompts=("fox",))
+    assert silent.passed
+    assert "no prompt invokes the adapter" in silent.warnings

@@ -46,6 +46,8 @@ class Bench:
 
     def __init__(self, base: Base, spec: AdapterSpec, options: VerifyOptions, prompts: list[list[int]]) -> None:
         self._prompts, self._max_tokens = prompts, options.max_tokens
+        # The first prompt that the adapter applies to; without one it never comes to the device.
+        self._using = next((i for i, prompt in enumerate(prompts) if spec.first_token(prompt) is not None), None)
         self._vocab = base.shape.vocab_size
         self._traces: dict[str, Trace] = {}
         self._versions: list[str] = []
@@ -70,7 +72,9 @@ class Bench:
 
     def evict(self, version: str) -> None:
         """Use the copies together: they take both slots."""
-        requests = [self._submit(copy, Served.COPY, 0) for copy in self._versions[1:]]
+        if self._using is None:
+            return
+        requests = [self._submit(copy, Served.COPY, self._using) for copy in self._versions[1:]]
         self._finish(requests)
         residency = next(each.residency for each in self.parts.loop.adapter_statuses() if each.version == version)
         if residency == "device":

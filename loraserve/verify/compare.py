@@ -94,16 +94,22 @@ class Expectation:
 
 
 def expectations(
-    base: Path, folder: Path, prompts: list[list[int]], traces: list[Trace], dtype: str
+    base: Path,
+    folder: Path,
+    prompts: list[list[int]],
+    traces: list[Trace],
+    dtype: str,
+    starts: list[int | None],
 ) -> dict[Served, Expectation]:
     """Let PEFT compute along the lone answers `traces`, which come in the order of the prompts, in float32.
 
-    If `dtype`, the one served, is another, PEFT computes in it too, for the limit. Raises `ReferenceUnavailable`.
+    `starts` says for each prompt from where on the adapter applies. If `dtype`, the one served, is another, PEFT
+    computes in it too, for the limit. Raises `ReferenceUnavailable`.
     """
-    exact = _peft_logits(base, folder, prompts, traces, torch.float32)
+    exact = _peft_logits(base, folder, prompts, traces, torch.float32, starts)
     limits = dict.fromkeys(exact, TOLERANCES[dtype])
     if dtype != "float32":
-        rounded = _peft_logits(base, folder, prompts, traces, getattr(torch, dtype))
+        rounded = _peft_logits(base, folder, prompts, traces, getattr(torch, dtype), starts)
         for served, rows in exact.items():
             noise = max(distance(one, other) for one, other in zip(rows, rounded[served], strict=True))
             if math.isfinite(noise):  # float16 may overflow in PEFT; that allows nothing
@@ -117,7 +123,12 @@ def expectations(
 
 
 def _peft_logits(
-    base: Path, folder: Path, prompts: list[list[int]], traces: list[Trace], dtype: torch.dtype
+    base: Path,
+    folder: Path,
+    prompts: list[list[int]],
+    traces: list[Trace],
+    dtype: torch.dtype,
+    starts: list[int | None],
 ) -> dict[Served, list[Tensor]]:
     reference = Reference.base(base, dtype)
     found: dict[Served, list[Tensor]] = {}
@@ -126,7 +137,9 @@ def _peft_logits(
             reference = reference.adapted(folder)
         found[served] = [
             # Some checkpoints pad the head beyond the vocabulary.
-            reference.logits(prompts[trace.prompt] + trace.tokens[:-1])[:, : trace.logits.shape[1]]
+            reference.logits(prompts[trace.prompt] + trace.tokens[:-1], starts[trace.prompt])[
+                :, : trace.logits.shape[1]
+            ]
             for trace in traces
             if trace.served is served
         ]

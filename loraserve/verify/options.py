@@ -39,8 +39,11 @@ class VerifyOptions:
             raise ConfigError("there are no prompts to compare")
 
 
-def token_prompts(base: Base, options: VerifyOptions) -> list[list[int]]:
-    """The prompts as token ids. Raises `ConfigError` for one that has none, or without a tokenizer for given texts."""
+def token_prompts(base: Base, options: VerifyOptions, invocation: tuple[int, ...] = ()) -> list[list[int]]:
+    """The prompts as token ids; an activated LoRA's invocation comes into the built-in ones of arbitrary tokens.
+
+    Raises `ConfigError` for one that has none, or without a tokenizer for given texts.
+    """
     vocab = base.shape.vocab_size
     texts = DEFAULT_TEXTS if options.prompts is None else options.prompts
     try:
@@ -54,7 +57,9 @@ def token_prompts(base: Base, options: VerifyOptions) -> list[list[int]]:
         prompts = []
     if options.prompts is None:
         draw = random.Random(0)
-        prompts += [[draw.randrange(vocab) for _ in range(length)] for length in _RANDOM_LENGTHS]
+        for length in _RANDOM_LENGTHS:
+            tokens = [draw.randrange(vocab) for _ in range(length)]
+            prompts.append([*tokens[: length // 2], *invocation, *tokens[length // 2 :]])
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise ConfigError(f"prompt {index + 1} has no tokens")

@@ -53,6 +53,8 @@ class Reference:
 
     def __init__(self, model: Any) -> None:
         self._model = model.eval()
+        configs = getattr(model, "peft_config", {})
+        self._is_activated = any(getattr(config, "alora_invocation_tokens", None) for config in configs.values())
 
     @classmethod
     def base(cls, path: Path, dtype: torch.dtype = torch.float32) -> Reference:
@@ -110,10 +112,16 @@ class Reference:
         keys = [parse_key(ref.name) for ref in files.tensors]
         return sorted({canonical_path(key.module) for key in keys if key.role in LORA_ROLES})
 
-    def logits(self, tokens: Sequence[int]) -> Tensor:
-        """Logits at every position, [num_tokens, vocab] float32."""
+    def logits(self, tokens: Sequence[int], start: int | None = 0) -> Tensor:
+        """Logits at every position, [num_tokens, vocab] float32.
+
+        An activated LoRA applies from position `start` on, nowhere if that is None. PEFT is told so: it would look for
+        the invocation in the answer too.
+        """
+        more = {"alora_offsets": [None if start is None else len(tokens) - start]} if self._is_activated else {}
         with torch.no_grad(), _quiet():
-            found: Tensor = self._model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0].float()
+            ids = torch.tensor([list(tokens)])
+            found: Tensor = self._model(input_ids=ids, use_cache=False, **more).logits[0].float()
         return found
 
 

@@ -48,7 +48,8 @@ def verify_adapter(folder: Path, options: VerifyOptions, say: Callable[[str], No
     base = open_base(options.model, options.revision)
     spec = parse_adapter(folder, base.geometry, options.max_lora_rank)
     version = content_version(spec, folder)
-    prompts = token_prompts(base, options)
+    prompts = token_prompts(base, options, spec.invocation)
+    starts = [spec.first_token(prompt) for prompt in prompts]
     say("starting the engine")
     bench = Bench(base, spec, options, prompts)
     try:
@@ -57,7 +58,8 @@ def verify_adapter(folder: Path, options: VerifyOptions, say: Callable[[str], No
         both = (Served.BASE, Served.ADAPTER)
         alone = [bench.ask([(served, i)])[0] for served in both for i in range(len(prompts))]
         say("asking PEFT")
-        expected = expectations(base.path, options.against or folder, prompts, alone, bench.parts.info.dtype)
+        against, dtype = options.against or folder, bench.parts.info.dtype
+        expected = expectations(base.path, against, prompts, alone, dtype, starts)
         checks = compare(Scenario.ALONE, alone, expected, prompts)
         del alone  # gigabytes, for a large vocabulary
         say("serving it in a mixed batch, after eviction and after a reload")
@@ -87,5 +89,5 @@ def verify_adapter(folder: Path, options: VerifyOptions, say: Callable[[str], No
         max_tokens=options.max_tokens,
         effect=effect,
         checks=tuple(checks),
-        warnings=spec.warnings,
+        warnings=spec.warnings + (() if any(s is not None for s in starts) else ("no prompt invokes the adapter",)),
     )
