@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_gguf import write_gguf
 from tiny_models import ATTENTION, MLP, make_adapter, make_model
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from loraserve.cli import make_app
@@ -251,3 +253,11 @@ def test_an_activated_adapter_is_compared_where_it_applies(model: Path, tmp_path
     silent = verify(activated, model, prompts=("fox",))
     assert silent.passed
     assert "no prompt invokes the adapter" in silent.warnings
+
+
+def test_a_folder_of_one_gguf_file_is_a_base(model: Path, adapter: Path, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
+    verdict = verify(adapter, tmp_path)
+    assert verdict.passed
+    assert verdict.effect > 0.1
+    assert verdict.num_prompts == 2, "it has no tokenizer, so there are no texts"

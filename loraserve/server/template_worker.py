@@ -7,6 +7,7 @@ write to, and whoever asked ends it when it takes too long. One JSON object a li
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import sys
 from contextlib import suppress
@@ -15,6 +16,7 @@ from typing import Any
 MAX_TEXT = 4 << 20
 """Characters of a rendered prompt."""
 
+LAST_RESORT_S = 30.0
 _MEMORY = 512 << 20  # bytes beyond what the process has when it begins
 
 
@@ -52,11 +54,19 @@ def serve(connection: socket.socket) -> None:
     with connection, connection.makefile("rb") as requests:
         connection.sendall(b"{}\n")
         for line in requests:
+            _set_alarm(LAST_RESORT_S)
             try:
                 found = answer(json.loads(line), render_jinja_template)
             except MemoryError:
                 found = {"failed": "it takes too much memory"}
+            _set_alarm(0)
             connection.sendall(json.dumps(found).encode() + b"\n")
+
+
+def _set_alarm(seconds: float) -> None:
+    """End this process by then, should the server have died, which would have ended it earlier."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def _limit() -> None:

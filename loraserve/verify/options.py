@@ -9,6 +9,7 @@ from pathlib import Path
 from loraserve.config import Device, Dtype, Kernels, LoraConfig
 from loraserve.errors import ConfigError
 from loraserve.inspection import Base
+from loraserve.server.text import load_tokenizer
 
 DEFAULT_TEXTS = (
     "The quick brown fox jumps over the lazy dog.",
@@ -47,9 +48,7 @@ def token_prompts(base: Base, options: VerifyOptions, invocation: tuple[int, ...
     vocab = base.shape.vocab_size
     texts = DEFAULT_TEXTS if options.prompts is None else options.prompts
     try:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(base.path if base.path.is_dir() else base.path.parent)
+        tokenizer = load_tokenizer(base.path)
         prompts = [list(tokenizer(text)["input_ids"]) for text in texts]
     except Exception as error:  # whatever transformers finds missing
         if options.prompts is not None:

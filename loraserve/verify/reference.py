@@ -22,6 +22,7 @@ from loraserve.lora.files import AdapterFolder
 from loraserve.lora.keys import LORA_ROLES, Role, parse_key
 from loraserve.lora.modules import canonical_path
 from loraserve.lora.strict_json import show
+from loraserve.models.files import find_model_files
 from loraserve.verify.patterns import endless_patterns
 
 logger = logging.getLogger(__name__)
@@ -58,11 +59,12 @@ class Reference:
 
     @classmethod
     def base(cls, path: Path, dtype: torch.dtype = torch.float32) -> Reference:
-        """The base model in a folder or `.gguf` file. Raises `ReferenceUnavailable`."""
+        """The base model in a folder (also of one GGUF file) or `.gguf` file. Raises `ReferenceUnavailable`."""
         from transformers import AutoModelForCausalLM
 
-        where = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})
         with _quiet(), _named("transformers cannot load the base model"):
+            gguf = find_model_files(path).gguf
+            where = (path, {}) if gguf is None else (gguf.parent, {"gguf_file": gguf.name})
             # Eager attention is the plain definition; the fused one hides a NaN in the keys.
             model = AutoModelForCausalLM.from_pretrained(where[0], dtype=dtype, attn_implementation="eager", **where[1])
         return cls(model)

@@ -96,6 +96,12 @@ VARIANTS: dict[str, Callable[[str], dict[str, Any]]] = {
         "target_modules": pick(family, "q", "v", "down"),
         "alora_invocation_tokens": INVOCATION,
     },
+    "alora-lora-bias": lambda family: {
+        "r": 3,
+        "lora_bias": True,
+        "target_modules": linears(family),
+        "alora_invocation_tokens": INVOCATION,
+    },
     "eva": lambda family: {
         "r": 4,
         "init_lora_weights": "eva",
