@@ -129,16 +129,24 @@ def model_of(root: Path, family: str) -> Path:
     return folder if folder.exists() else make_model(folder, seed=9, **MODELS[family])
 
 
+@pytest.fixture(scope="module")
+def oracles(root: Path) -> dict[str, ActivatedOracle]:
+    """One for each family: the base and the plain adapter are loaded once."""
+    return {family: ActivatedOracle(model_of(root, family)) for family in MODELS}
+
+
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_equals_peft_on_every_family(root: Path, name: str, family: str) -> None:
+def test_a_variant_equals_peft_on_every_family(
+    root: Path, oracles: dict[str, ActivatedOracle], name: str, family: str
+) -> None:
     model, folder = model_of(root, family), root / f"{name}-of-{family}"
     make_variant(model, folder, 13, **VARIANTS[name](family))
     plain = PLAIN_FUSED if family == "phi3" else PLAIN
     prompts = invoking_prompts()[1:4] if "alora" in name else make_prompts()[1:4]
     # The two implementations take turns; both on the same model is another test's.
     kernels = ("cpu", "reference")[(list(VARIANTS).index(name) + list(MODELS).index(family)) % 2]
-    check_variant(model, folder, root / f"beside-{family}", kernels, plain, ActivatedOracle(model), prompts)
+    check_variant(model, folder, root / f"beside-{family}", kernels, plain, oracles[family], prompts)
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
