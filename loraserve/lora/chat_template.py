@@ -45,6 +45,11 @@ def read_chat_template(folder: AdapterFolder) -> str | None:
     return _checked(value.encode(errors="surrogatepass"), SETTINGS_NAME)
 
 
+def digest_of(template: str) -> str:
+    """sha256 of a template's text, in hex: its name in `AdapterSource` and in the store."""
+    return hashlib.sha256(template.encode()).hexdigest()
+
+
 class TemplateFolder:
     """Templates by the hash of their text. Thread-safe; several processes may share the folder."""
 
@@ -56,8 +61,7 @@ class TemplateFolder:
 
     def keep(self, text: str) -> str:
         """Store a template; returns its sha256 in hex. Raises `StorageFailed`, `DiskFull`."""
-        data = text.encode()
-        digest = hashlib.sha256(data).hexdigest()
+        data, digest = text.encode(), digest_of(text)
         place = self._folder / f"{digest}.jinja"
         with storage_errors("keeping a chat template"):
             if not place.is_file() or place.stat().st_size != len(data):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from loraserve.lora.chat_template import read_chat_template
+from loraserve.lora.chat_template import digest_of, read_chat_template
 from loraserve.lora.hub import HubRepo, fetch_hub
 from loraserve.lora.sources import FetchedFolder, resolve_local
 from loraserve.lora.spec import BaseGeometry
@@ -40,11 +40,12 @@ class StoreLibrary:
         geometry = self._geometry()
         fetched = self._fetch(place, progress)
         template = read_chat_template(fetched.folder) if self._chat_templates else None
-        record = self._store.ingest(fetched.folder, fetched.source, geometry, self._max_rank, progress)
-        source = fetched.source
         if template is not None:
-            source = replace(source, chat_template=self._store.templates.keep(template))
-        return StoredAdapter(record.version, self._store.folder(record.version), record.report, source)
+            fetched = fetched._replace(source=replace(fetched.source, chat_template=digest_of(template)))
+        record = self._store.ingest(fetched.folder, fetched.source, geometry, self._max_rank, progress)
+        if template is not None:  # a refused adapter leaves nothing
+            self._store.templates.keep(template)
+        return StoredAdapter(record.version, self._store.folder(record.version), record.report, fetched.source)
 
     def chat_template(self, digest: str) -> str:
         """A template that was kept with an adapter. Raises `StorageFailed`."""

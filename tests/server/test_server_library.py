@@ -103,6 +103,7 @@ def test_a_chat_template_is_kept_for_its_name_beside_a_version_that_is_shared(
     stored = [library.add(AdapterPlace(path=str(folder)), ignore) for folder in folders]
     assert len({each.version for each in stored}) == 1
     digests = [each.source.chat_template for each in stored]
+    assert store.version(stored[0].version).source == stored[0].source
     assert digests[2] is None
     assert [library.chat_template(digest) for digest in digests if digest is not None] == ["one", "two"]
     for name, each in zip("abc", stored, strict=True):
