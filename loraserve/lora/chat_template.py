@@ -19,7 +19,7 @@ from loraserve.lora.workspace import Workspace, fsync_folder, storage_errors
 TEMPLATE_NAME = "chat_template.jinja"
 SETTINGS_NAME = "tokenizer_config.json"
 MAX_TEMPLATE = 256 << 10  # bytes; those of large models have 30 KiB
-_MAX_SETTINGS = 8 << 20  # with every added token written out
+_MAX_SETTINGS = 4 << 20  # with every added token written out
 
 
 def read_chat_template(folder: AdapterFolder) -> str | None:
