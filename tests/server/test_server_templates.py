@@ -29,7 +29,7 @@ ASK = (
     "{{ bos_token }}{% for m in messages %}Q: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
 )
 TELL = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] | trim }} {% endfor %}"
-FOREVER = "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }}{% endfor %}{% endfor %}"
+FOREVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a + b %}{% endfor %}{% endfor %}"
 SLOW = "{% for a in range(200) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
 BROKEN = {
     "syntax": "{% for m in messages %}{{ m.content }",
