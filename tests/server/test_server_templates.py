@@ -45,7 +45,7 @@ BROKEN = {
 
 @pytest.fixture(scope="module")
 def renderer() -> Iterator[TemplateRenderer]:
-    renderer = TemplateRenderer(render_s=1.5, quarantine_s=0.5)
+    renderer = TemplateRenderer(render_s=2.5, quarantine_s=0.5)
     yield renderer
     renderer.close()
 
@@ -93,8 +93,8 @@ async def test_a_template_without_end_holds_up_nobody_else(renderer: TemplateRen
     assert not any(task.done() for task in hanging), "it was to wait for nobody"
     for error in await asyncio.gather(*hanging, return_exceptions=True):
         assert isinstance(error, ChatTemplateFailed)
-        assert "takes more than 1.5 s" in error.message
-    assert time.monotonic() - started < 10, "one of them has to be waited for, not all"
+        assert "takes more than 2.5 s" in error.message
+    assert time.monotonic() - started < 20, "one of them has to be waited for, not all"
 
 
 async def test_processes_end_with_the_renderer() -> None:
