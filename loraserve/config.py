@@ -147,6 +147,7 @@ class ServerConfig:
     data_dir: Path | None = option(None, "Where registered adapters are kept (default: the user's data folder).")
     drain_deadline_s: float = option(30.0, "How long a stopping server lets running requests finish.")
     max_body: int = option(16 * MIB, "Largest request body.", size=True)
+    ignore_adapter_chat_templates: bool = option(False, "Render every chat with the base model's template.")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "How much is logged.")
 
     def __post_init__(self) -> None:

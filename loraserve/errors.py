@@ -114,6 +114,12 @@ class InvalidToken(InvalidRequest):
     code = "invalid_token"
 
 
+class ChatTemplateFailed(InvalidRequest):
+    """An adapter's own chat template is broken, or takes too long; only chats with this adapter are concerned."""
+
+    code = "chat_template_failed"
+
+
 class PayloadTooLarge(InvalidRequest):
     """The request body is larger than the server reads."""
 

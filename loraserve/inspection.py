@@ -12,9 +12,10 @@ import numpy as np
 from loraserve.config import Dtype
 from loraserve.errors import AdapterFault, AdapterRefused
 from loraserve.lora.container import TensorReader
-from loraserve.lora.format import content_version, parse_adapter
+from loraserve.lora.format import parse_adapter
 from loraserve.lora.spec import AdapterSpec, BaseGeometry, LoadReport, TensorRef
 from loraserve.lora.strict_json import show
+from loraserve.lora.version import content_version
 from loraserve.models.config import ModelShape, load_shape
 
 _PIECE = 1 << 18  # elements looked at together

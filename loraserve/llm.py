@@ -22,9 +22,10 @@ from loraserve.errors import (
     RequestTimedOut,
 )
 from loraserve.kernels.threads import configure_threads
-from loraserve.lora.format import content_version, parse_adapter
+from loraserve.lora.format import parse_adapter
 from loraserve.lora.names import check_name
 from loraserve.lora.spec import LoadReport
+from loraserve.lora.version import content_version
 from loraserve.sampling import SamplingParams
 from loraserve.scheduler.request import AdapterUse
 from loraserve.server.assembly import Assembler

@@ -15,7 +15,8 @@ from loraserve.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig,
 from loraserve.engine.build import EngineParts, build_engine
 from loraserve.engine.messages import AddRequest, EngineStats, RequestOutput
 from loraserve.errors import LoraserveError
-from loraserve.lora.format import content_version, parse_adapter
+from loraserve.lora.format import parse_adapter
+from loraserve.lora.version import content_version
 from loraserve.sampling import SamplingParams
 from loraserve.scheduler.request import AdapterUse
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_gguf import write_gguf
 from tiny_models import ATTENTION, MLP, make_adapter, make_model
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from loraserve.cli import make_app
 from loraserve.errors import AdapterRefused, ConfigError
 from loraserve.verify import ReferenceUnavailable, Scenario, Served, Verdict, VerifyOptions, verify_adapter
 from loraserve.verify.compare import Expectation, Trace, compare
+from loraserve.verify.patterns import endless_patterns
 
 SETTINGS: dict[str, Any] = {"r": 4, "lora_alpha": 6, "target_modules": ATTENTION + MLP}
 
@@ -190,3 +194,70 @@ def test_command_refuses_with_code_2(model: Path, adapter: Path, tmp_path: Path)
         assert code == 2, err
         assert part in err
         assert len([line for line in err.splitlines() if line.startswith("error:")]) == 1
+
+
+HANGING = r"(?:[a-z0-9_.]+)+!"  # Python's `re` tries every way to divide a module's path
+
+
+@pytest.mark.parametrize("field", ["exclude_modules", "rank_pattern", "alpha_pattern", "layers_pattern"])
+def test_patterns_that_do_not_end_are_found_in_time(field: str) -> None:
+    modules = [f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)]
+    hanging: object = {HANGING: 4} if field.endswith("_pattern") and field != "layers_pattern" else HANGING
+    assert endless_patterns({"target_modules": ".*_proj", field: hanging}, modules, 0.7) == [field, "target_modules"]
+    assert endless_patterns({"target_modules": ["(a+)+!"], field: None}, modules, 0.0) == []
+    fine: dict[str, object] = {"target_modules": "(", "rank_pattern": {r".*q_proj": 3}, "modules_to_save": ["norm"]}
+    assert endless_patterns(fine, modules, 20.0) == []
+
+
+def test_a_target_pattern_that_does_not_end_is_not_run(model: Path, adapter: Path, tmp_path: Path) -> None:
+    folder = changed(adapter, tmp_path / "hanging", target_modules=rf"{HANGING}|.*\.[a-z]+_proj")
+    started = time.monotonic()
+    verdict = verify(folder, model, prompts=("fox",))
+    assert verdict.passed
+    assert verdict.effect > 0.1
+    assert time.monotonic() - started < 60
+
+
+def test_logits_that_are_not_finite_are_a_failed_verdict(model: Path, adapter: Path, tmp_path: Path) -> None:
+    """Finite weights, finite in PEFT; but in float16 the sums of what is served overflow."""
+    huge = changed(adapter, tmp_path / "huge", lora_alpha=200_000)
+    verdict = verify(huge, model, dtype="float16", kernels="reference", prompts=("fox", "a quick fox"))
+    assert not verdict.passed
+    assert verdict.max_delta == torch.inf
+    for check in verdict.checks:
+        assert bool(check.broken) == (check.served is not Served.BASE)
+        assert check.served is not Served.BASE or check.passed
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("fox\n")
+    arguments = (str(huge), "--model", str(model), "--device", "cpu", "--dtype", "float16", "--kernels", "reference")
+    code, out, err = run_cli(*arguments, "--prompts", str(prompts))
+    assert code == 1, err
+    assert "FAILED" in out
+    assert "the engine's logits are not finite" in out.replace("\n", " ")
+    code, out, _ = run_cli(*arguments, "--prompts", str(prompts), "--json")
+    assert code == 1
+    assert json.loads(out)["max_delta"] == "inf"
+
+
+def test_an_activated_adapter_is_compared_where_it_applies(model: Path, tmp_path: Path) -> None:
+    settings = SETTINGS | {"alora_invocation_tokens": [41, 42, 43]}
+    activated = make_adapter(model, tmp_path / "activated", 4, **settings)
+    verdict = verify(activated, model)
+    assert verdict.passed
+    assert verdict.effect > 0.1
+    wrong = changed(activated, tmp_path / "wrong", alora_invocation_tokens=[42, 43])  # begins a token later
+    assert not verify(activated, model, against=changed(activated, tmp_path / "alpha", lora_alpha=7)).passed
+    assert not verify(
+        wrong, model, against=changed(activated, tmp_path / "everywhere", alora_invocation_tokens=None)
+    ).passed
+    silent = verify(activated, model, prompts=("fox",))
+    assert silent.passed
+    assert "no prompt invokes the adapter" in silent.warnings
+
+
+def test_a_folder_of_one_gguf_file_is_a_base(model: Path, adapter: Path, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
+    verdict = verify(adapter, tmp_path)
+    assert verdict.passed
+    assert verdict.effect > 0.1
+    assert verdict.num_prompts == 2, "it has no tokenizer, so there are no texts"

@@ -53,7 +53,8 @@ def verify(
     adapter was evicted from the device, and after an unload and load. |Δlogit| must be below 0.001 in float32, and all
     tokens equal. In float16 it must be below 0.05, in bfloat16 below 0.5, or twice what PEFT in that dtype differs from
     PEFT in float32, and the first unequal token must be that near a tie; later ones are not compared.
-    Exit code 0: equal; 1: different; 2: the adapter is refused, or the comparison cannot run.
+    Exit code 0: equal; 1: different, or the served logits are not finite; 2: the adapter is refused, or the comparison
+    cannot run.
     """
     with refusals():
         texts = None if prompts is None else _read_prompts(prompts)
@@ -147,6 +148,8 @@ def _print(verdict: Verdict) -> None:
 def _divergences(check: Check) -> str:
     """`none`, or for each prompt the token of the answer where it leaves PEFT's."""
     parts = []
+    for prompt in check.broken:
+        parts.append(f"prompt {prompt + 1}: the engine's logits are not finite")
     for found in check.divergences:
         where = f"prompt {found.prompt + 1} at token {found.position + 1}"
         parts.append(f"{where}: {found.token}, PEFT has {found.expected} (ahead by {found.gap:.2g})")

@@ -60,6 +60,10 @@ class ChunkCache:
         """Nothing."""
         return NO_PAGES
 
+    def drop_marked(self, marks: frozenset[int]) -> Pages:
+        """Nothing."""
+        return NO_PAGES
+
     def held_pages(self) -> Pages:
         """Nothing."""
         return NO_PAGES

@@ -13,6 +13,7 @@ from loraserve.config import CacheConfig
 from loraserve.kvcache.allocator import Pages, make_allocator
 from loraserve.kvcache.chunk_cache import ChunkCache
 from loraserve.kvcache.eviction import make_policy
+from loraserve.kvcache.overlays import OverlayMarks, Overlays
 from loraserve.kvcache.prefix import NO_PAGES, Lease, PrefixCache, Tokens
 from loraserve.kvcache.radix_cache import RadixCache
 from loraserve.kvcache.req_to_token import DirtySpan, ReqToTokenPool
@@ -30,6 +31,7 @@ class _Holding:
     """What one row holds. Its first `lease.num_pages` pages are the prefix cache's, the others its own."""
 
     namespace: str
+    overlays: Overlays
     lease: Lease
     num_pages: int
 
@@ -46,6 +48,7 @@ class CacheManager:
         self._allocator = make_allocator(num_locations, config.page_size)
         self._rows = ReqToTokenPool(num_rows, max_context)
         self._prefixes: PrefixCache = RadixCache(config.page_size, policy) if config.prefix_cache else ChunkCache()
+        self._marks = OverlayMarks(config.page_size)
         self._holdings: list[_Holding | None] = [None] * num_rows
 
     @property
@@ -91,17 +94,20 @@ class CacheManager:
         """Pages a row has, shared ones included. Raises ValueError if the row is not held."""
         return self._held(row).num_pages
 
-    def lookup(self, namespace: str, tokens: Tokens) -> int:
+    def lookup(self, namespace: str, tokens: Tokens, overlays: Overlays = ()) -> int:
         """How many leading tokens could be reused. Takes no lease and does not count as use."""
-        return self._prefixes.lookup(namespace, tokens) * self.page_size
+        return self._prefixes.lookup(namespace, self._marks.keys(tokens, overlays)) * self.page_size
 
-    def acquire(self, namespace: str, tokens: Tokens) -> RowLease | None:
-        """Take a row and a lease on the longest cached prefix of `tokens`; None when no row is free."""
+    def acquire(self, namespace: str, tokens: Tokens, overlays: Overlays = ()) -> RowLease | None:
+        """Take a row and a lease on the longest cached prefix of `tokens`; None when no row is free.
+
+        `overlays` decide the KV from their positions on, as `namespace` does from the first.
+        """
         row = self._rows.alloc()
         if row is None:
             return None
-        match = self._prefixes.match(namespace, tokens)
-        self._holdings[row] = _Holding(namespace, match.lease, match.pages.size)
+        match = self._prefixes.match(namespace, self._marks.keys(tokens, overlays))
+        self._holdings[row] = _Holding(namespace, overlays, match.lease, match.pages.size)
         self._write_pages(row, 0, match.pages)
         return RowLease(row, match.pages.size * self.page_size)
 
@@ -137,7 +143,8 @@ class CacheManager:
         if num_full <= own_from:
             return
         pages = self._pages(row, 0, num_full)
-        inserted = self._prefixes.insert(holding.namespace, tokens[: num_full * self.page_size], pages)
+        keys = self._marks.keys(tokens[: num_full * self.page_size], holding.overlays)
+        inserted = self._prefixes.insert(holding.namespace, keys, pages)
         present = inserted.present[own_from:]  # what lies before is leased, so it is ours and the cache's alike
         if present.size:
             self._allocator.free(pages[own_from : own_from + present.size])
@@ -155,10 +162,12 @@ class CacheManager:
         self._rows.free(row)
 
     def drop_namespaces(self, matches: Callable[[str], bool]) -> int:
-        """Free what no request uses in every namespace that `matches`; pages freed."""
+        """Free what no request uses in every namespace and under every set of overlays that `matches`; pages freed."""
         pages = self._prefixes.drop_namespaces(matches)
         self._allocator.free(pages)
-        return int(pages.size)
+        marked = self._prefixes.drop_marked(self._marks.forget(matches))
+        self._allocator.free(marked)
+        return int(pages.size + marked.size)
 
     def check(self) -> None:
         """Raise AssertionError if pages or rows do not add up."""

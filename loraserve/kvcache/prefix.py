@@ -70,6 +70,9 @@ class PrefixCache(Protocol):
     def drop_namespaces(self, matches: Callable[[str], bool]) -> Pages:
         """Give up all unleased pages of the namespaces that `matches`; the caller frees them."""
 
+    def drop_marked(self, marks: frozenset[int]) -> Pages:
+        """Give up all unleased pages whose keys carry one of these overlay marks; the caller frees them."""
+
     def held_pages(self) -> Pages:
         """All pages that the cache owns, for checks."""
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from loraserve.kvcache.allocator import Pages
 from loraserve.kvcache.eviction import EvictionPolicy, EvictionQueue, LeastRecentlyUsed, RadixNode
+from loraserve.kvcache.overlays import marks_of
 from loraserve.kvcache.prefix import NO_PAGES, Inserted, Lease, Match, Tokens
 
 _NO_TOKENS: Tokens = np.empty(0, np.int64)
@@ -133,9 +134,7 @@ class RadixCache:
                 continue
             keep = leaf.pages.size - num_pages
             freed.append(leaf.pages[keep:])
-            leaf.pages, leaf.tokens = leaf.pages[:keep], leaf.tokens[: keep * self.page_size]
-            self._num_pages -= num_pages
-            self._evictable -= num_pages
+            self._shorten(leaf, keep)
             break
         return np.concatenate(freed) if freed else NO_PAGES
 
@@ -147,6 +146,24 @@ class RadixCache:
             for node in reversed(list(self._below(self._roots[namespace]))):
                 if node.refs == 0:
                     freed.append(node.pages)
+                    self._remove_leaf(node)
+        return np.concatenate(freed) if freed else NO_PAGES
+
+    def drop_marked(self, marks: frozenset[int]) -> Pages:
+        """Give up all unleased pages whose keys carry one of these overlay marks."""
+        freed: list[Pages] = []
+        wanted = np.fromiter(marks, np.int64, len(marks))
+        for root in list(self._roots.values()) if marks else []:
+            # As above; and overlays do not end, so below a marked page there are only marked ones.
+            for node in reversed(list(self._below(root))):
+                marked = np.isin(marks_of(node.tokens[:: self.page_size]), wanted)
+                if node.refs or not marked.any():
+                    continue
+                keep = int(marked.argmax())
+                freed.append(node.pages[keep:])
+                if keep:
+                    self._shorten(node, keep)
+                else:
                     self._remove_leaf(node)
         return np.concatenate(freed) if freed else NO_PAGES
 
@@ -238,6 +255,15 @@ class RadixCache:
         self._num_pages += leaf.pages.size
         self._evictable += leaf.pages.size
         return leaf
+
+    def _shorten(self, leaf: RadixNode, num_pages: int) -> None:
+        """Leave an unleased leaf its first `num_pages`."""
+        assert not leaf.children
+        assert leaf.refs == 0
+        gone = leaf.pages.size - num_pages
+        leaf.pages, leaf.tokens = leaf.pages[:num_pages], leaf.tokens[: num_pages * self.page_size]
+        self._num_pages -= gone
+        self._evictable -= gone
 
     def _remove_leaf(self, leaf: RadixNode) -> None:
         parent = leaf.parent

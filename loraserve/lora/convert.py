@@ -21,7 +21,8 @@ from loraserve.config import GIB, MIB, format_bytes
 from loraserve.errors import AdapterFault, AdapterRefused, ConfigError, DiskFull, StorageFailed
 from loraserve.lora.adapter_files import CONFIG_NAME, MAX_CONFIG, PICKLE_NAME, SIDE_FILES, WEIGHTS_NAME
 from loraserve.lora.files import AdapterFolder
-from loraserve.lora.format import content_version, parse_adapter
+from loraserve.lora.format import parse_adapter
+from loraserve.lora.version import content_version
 
 logger = logging.getLogger(__name__)
 

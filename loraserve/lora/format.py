@@ -7,20 +7,19 @@ at when the adapter is staged.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loraserve.errors import AdapterFault, AdapterRefused
 from loraserve.lora.adapter_files import AdapterFiles, Layout, read_adapter_files
 from loraserve.lora.added_tokens import read_added_tokens
-from loraserve.lora.container import TensorReader
+from loraserve.lora.block_diagonal import PLAIN, Sides, stack_of
 from loraserve.lora.files import AdapterFolder
 from loraserve.lora.keys import Role
 from loraserve.lora.mlx_config import MlxConfig, parse_mlx_config, refuse_mlx_features
+from loraserve.lora.names import bare_model_name
 from loraserve.lora.naming import Halves, NamedTensors, name_tensors, require_consistent
-from loraserve.lora.peft_config import PeftConfig, parse_peft_config, refuse_features, refuse_heads
+from loraserve.lora.peft_config import PeftConfig, parse_peft_config, refuse_features, refuse_heads, refuse_on_module
 from loraserve.lora.saved import collect_rows, refuse_saved_modules
 from loraserve.lora.spec import (
     DTYPE_BYTES,
@@ -28,6 +27,7 @@ from loraserve.lora.spec import (
     KINDS,
     AdapterSpec,
     BaseGeometry,
+    Blocks,
     RowsDelta,
     TargetGeometry,
     TargetSpec,
@@ -51,6 +51,12 @@ class _Pair:
     magnitude: TensorRef | None
     lora_bias: TensorRef | None
     bias: TensorRef | None
+    sides: Sides = PLAIN  # blocks of A and of B
+    b_blocks: Blocks | None = None
+
+    def with_blocks(self) -> _Pair:
+        """The pair once its shapes are known to be right: a whole B begins with its first block."""
+        return self if self.b is None else replace(self, b_blocks=stack_of(self.sides.b, self.b.shape[0]))
 
     @property
     def factors(self) -> tuple[TensorRef, ...]:
@@ -71,6 +77,8 @@ class _Pair:
             magnitude=self.magnitude,
             lora_bias=self.lora_bias,
             bias=self.bias,
+            a_blocks=stack_of(self.sides.a, self.rank),
+            b_blocks=self.b_blocks,
         )
 
 
@@ -94,7 +102,7 @@ def parse_adapter(folder: Path | AdapterFolder, geometry: BaseGeometry | None, m
         pairs, deltas = _split_new_rows(pairs, named, geometry)
         _check_shapes(pairs, geometry)
     has_fused = any(pair.kind in FUSED for pair in pairs)
-    pairs = _split(pairs, geometry)
+    pairs = _split([pair.with_blocks() for pair in pairs], geometry)
     brought = collect_rows(config, named, geometry, place, deltas)
     added = read_added_tokens(place, brought.replaced, 0 if geometry is None else geometry.vocab_size)
     features = config.features if isinstance(config, PeftConfig) else ("mlx-lm",)
@@ -113,41 +121,6 @@ def parse_adapter(folder: Path | AdapterFolder, geometry: BaseGeometry | None, m
         num_new_tokens=brought.num_new_tokens,
         added_tokens=added.tokens,
     )
-
-
-def content_version(spec: AdapterSpec, folder: Path | AdapterFolder) -> str:
-    """sha256, in hex, over what the adapter computes: modules, ranks, scalings, dtypes, shapes and bytes.
-
-    Spelling does not count: names of files, order, metadata, prefixes of keys, how the config expresses a scaling.
-    """
-    digest = hashlib.sha256(b"loraserve adapter 1\n")
-    with TensorReader(folder) as reader:
-        for target in spec.targets:
-            record: list[object] = [target.module, target.rank, float(target.scaling).hex()]
-            for ref in (target.a, target.b):
-                if ref is not None:
-                    record.append([ref.dtype, *ref.shape] + (["transposed"] if ref.transposed else []))
-            for part in ("magnitude", "lora_bias", "bias"):
-                vector: TensorRef | None = getattr(target, part)
-                if vector is not None:
-                    record.append([part, vector.dtype, *vector.shape])
-            digest.update(json.dumps(record).encode() + b"\n")
-            for ref in target.refs:
-                for piece in reader.chunks(ref):
-                    digest.update(piece)
-        for table, rows_part in ((rows.table, part) for rows in spec.replaced for part in rows.parts):
-            ids, delta = rows_part.ids, rows_part.delta
-            which: list[object] = [ids.start, ids.stop] if isinstance(ids, range) else [list(ids)]
-            which += [] if delta is None else [float(delta.scaling).hex()]
-            for ref in rows_part.refs:
-                digest.update(json.dumps([str(table), *which, ref.dtype, *ref.shape]).encode() + b"\n")
-                for piece in reader.chunks(ref):
-                    digest.update(piece)
-    if spec.added_tokens:
-        digest.update(json.dumps(["tokens", *map(asdict, spec.added_tokens)]).encode() + b"\n")
-    if spec.invocation:
-        digest.update(json.dumps(["invocation", *spec.invocation]).encode() + b"\n")
-    return digest.hexdigest()
 
 
 def _read_config(files: AdapterFiles, geometry: BaseGeometry | None) -> PeftConfig | MlxConfig:
@@ -190,26 +163,36 @@ def _refuse_dtypes(tensors: tuple[TensorRef, ...]) -> None:
 def _pair(named: NamedTensors, config: PeftConfig | MlxConfig) -> list[_Pair]:
     pairs = []
     for place, parts in named.lora.items():
+        sides = PLAIN
         only_bias = parts.bias is not None and all(
             ref is None for ref in (parts.a, parts.b, parts.magnitude, parts.lora_bias)
         )
         if not only_bias:
-            _require_parts(parts, place.kind, config)
+            if isinstance(config, PeftConfig):
+                refuse_on_module(place.kind, config)
+                sides = config.sides_of(parts.module)
+            _require_parts(parts, sides, config)
         rank, scaling = (0, 1.0) if only_bias else config.scaling_of(parts.module)
-        pairs.append(
-            _Pair(*place, parts.module, parts.a, parts.b, rank, scaling, parts.magnitude, parts.lora_bias, parts.bias)
+        pair = _Pair(
+            *place, parts.module, parts.a, parts.b, rank, scaling, parts.magnitude, parts.lora_bias, parts.bias
         )
+        pairs.append(pair if only_bias else replace(pair, sides=sides))
     return sorted(pairs, key=lambda pair: (pair.layer, _ORDER.index(pair.kind)))
 
 
-def _require_parts(parts: Halves, kind: str, config: PeftConfig | MlxConfig) -> None:
+def _require_parts(parts: Halves, sides: Sides, config: PeftConfig | MlxConfig) -> None:
     """A module's tensors must be complete: A and B, and what the config says that every module has."""
     wanted: dict[str, TensorRef | None] = {"lora_A": parts.a, "lora_B": parts.b}
     if isinstance(config, PeftConfig):
         if config.uses_dora:
             wanted["lora_magnitude_vector"] = parts.magnitude
-        if config.uses_lora_bias:
+        if config.uses_lora_bias and sides.b is None:
             wanted["lora_B.bias"] = parts.lora_bias
+        elif parts.lora_bias is not None:  # PEFT's block-diagonal B has none
+            raise AdapterRefused(
+                AdapterFault.CONFIG_TENSOR_MISMATCH,
+                f"{show(parts.lora_bias.name)} is a bias of a block-diagonal lora_B, which PEFT would leave out",
+            )
     have = [name for name, ref in wanted.items() if ref is not None]
     for name, ref in wanted.items():
         if ref is None:
@@ -242,11 +225,18 @@ def _check_ranks(pairs: list[_Pair], max_rank: int) -> None:
     for pair in pairs:
         if pair.a is None or pair.b is None:
             continue
-        if pair.a.shape[0] != pair.rank or pair.b.shape[1] != pair.rank:
+        if not pair.sides.divides(pair.rank):
+            raise AdapterRefused(
+                AdapterFault.RANK_MISMATCH,
+                f"module {show(pair.module)} has rank {pair.rank}, which {pair.sides.a or pair.sides.b} blocks of "
+                "use_bdlora do not share out evenly",
+            )
+        if pair.a.shape[0] != pair.rank or pair.b.shape[1] * (pair.sides.b or 1) != pair.rank:
             raise AdapterRefused(
                 AdapterFault.RANK_MISMATCH,
                 f"module {show(pair.module)} has rank {pair.rank} by the config, but lora_A is {list(pair.a.shape)} "
-                f"and lora_B is {list(pair.b.shape)}; they should be [rank, in] and [out, rank]",
+                f"and lora_B is {list(pair.b.shape)}; they should be [rank, in] and [out, rank]"
+                + (f", that of {pair.sides.b} blocks [out, rank/{pair.sides.b}]" if pair.sides.b else ""),
             )
     for pair in pairs:
         if pair.rank > max_rank:
@@ -284,8 +274,10 @@ def _check_shapes(pairs: list[_Pair], geometry: BaseGeometry) -> None:
     for pair in pairs:
         target = _geometry_of(pair.kind, geometry)
         if pair.a is not None and pair.b is not None:
-            expected = ((pair.rank, target.in_features), (target.out_features, pair.rank))
-            if (pair.a.shape, pair.b.shape) != expected:
+            a_blocks, b_blocks = (count or 1 for count in pair.sides)
+            expected = ((pair.rank, target.in_features // a_blocks), (target.out_features, pair.rank // b_blocks))
+            divides = target.in_features % a_blocks == target.out_features % b_blocks == 0
+            if (pair.a.shape, pair.b.shape) != expected or not divides:
                 hint = "; was its vocabulary resized?" if pair.kind in ("embed", "lm_head") else ""
                 raise AdapterRefused(
                     AdapterFault.SHAPE_MISMATCH,
@@ -354,7 +346,9 @@ def _parts_of(pair: _Pair, geometry: BaseGeometry | None) -> list[_Pair]:
             None if ref is None else ref.rows(begin, count)
             for ref in (pair.b, pair.magnitude, pair.lora_bias, pair.bias)
         )
-        parts.append(replace(pair, kind=kind, b=b, magnitude=magnitude, lora_bias=lora_bias, bias=bias))
+        blocks = None if pair.b_blocks is None else pair.b_blocks._replace(first=begin)
+        part = replace(pair, kind=kind, b=b, magnitude=magnitude, lora_bias=lora_bias, bias=bias)
+        parts.append(replace(part, b_blocks=blocks))
         begin += count
     return parts
 
@@ -367,15 +361,7 @@ def _warnings(config: PeftConfig | MlxConfig, geometry: BaseGeometry | None) -> 
                 found.append(f"{field} has entries that no module of the adapter uses, such as {show(table.unused[0])}")
     name = config.base_model_name
     if name is not None and geometry is not None and geometry.names:
-        known = {_bare(other) for other in geometry.names}
-        if _bare(name) not in known:
+        known = {bare_model_name(other) for other in geometry.names}
+        if bare_model_name(name) not in known:
             found.append(f"the adapter names the base model {show(name)}, served is {show(geometry.names[0])}")
     return tuple(found)
-
-
-def _bare(name: str) -> str:
-    """The last part of a model's name without what marks a quantised copy, for comparison."""
-    last = name.replace("\\", "/").rstrip("/").rpartition("/")[2].lower()
-    for suffix in ("-bnb-4bit", "-unsloth"):
-        last = last.removesuffix(suffix)
-    return last

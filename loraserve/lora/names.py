@@ -48,3 +48,11 @@ def parse_name(text: str) -> AdapterName:
             param="name",
         )
     return AdapterName(name, prefix)
+
+
+def bare_model_name(name: str) -> str:
+    """The last part of a model's name without what marks a quantised copy, for comparison."""
+    last = name.replace("\\", "/").rstrip("/").rpartition("/")[2].lower()
+    for suffix in ("-bnb-4bit", "-unsloth"):
+        last = last.removesuffix(suffix)
+    return last

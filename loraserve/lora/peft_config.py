@@ -9,6 +9,7 @@ from typing import NamedTuple, NoReturn
 from loraserve.compat import StrEnum
 from loraserve.errors import AdapterFault, AdapterRefused
 from loraserve.lora import field_types as types
+from loraserve.lora.block_diagonal import PLAIN, BlockDiagonal, Sides, parse_block_diagonal
 from loraserve.lora.field_types import FieldType, is_empty, type_name
 from loraserve.lora.patterns import MAX_PATTERNS, MatchBudget, PatternTable
 from loraserve.lora.strict_json import Json, parse_json, show
@@ -69,12 +70,12 @@ FIELD_RULES: tuple[FieldRule, ...] = (
     FieldRule("lora_ga_config", types.OBJECT, _I, "read at initialisation only; init_lora_weights decides"),
     FieldRule("use_dora", types.BOOL, _H, "rows of the adapted weight are brought to the trained magnitudes"),
     FieldRule("lora_bias", types.BOOL, _H, "a bias on lora_B, scaled like it; not together with use_dora"),
+    FieldRule("use_bdlora", types.BOOL_OR_OBJECT, _H, "BD-LoRA: block-diagonal factors; names modules by substring"),
     FieldRule("modules_to_save", types.TEXTS, _H, "whole embed_tokens, lm_head and norms in place of the base's"),
     FieldRule("trainable_token_indices", types.TOKEN_ROWS, _H, "rows of tokens in place of the base's, or after them"),
     FieldRule("target_parameters", types.TEXTS, _R, "LoRA on bare parameters"),
     FieldRule("layer_replication", types.LIST, _R, "replicated layers"),
     FieldRule("use_qalora", types.BOOL, _R, "QA-LoRA"),
-    FieldRule("use_bdlora", types.BOOL_OR_OBJECT, _R, "BD-LoRA"),
     FieldRule("kasa_config", types.OBJECT, _R, "KaSA"),
     FieldRule("arrow_config", types.OBJECT, _R, "Arrow routing"),
     FieldRule("velora_config", types.OBJECT, _R, "VeLoRA"),
@@ -110,6 +111,11 @@ class PeftConfig:
     ranks: PatternTable
     alphas: PatternTable
     budget: MatchBudget
+    block_diagonal: BlockDiagonal | None = None
+
+    def sides_of(self, module: str) -> Sides:
+        """Which factor of a module is block-diagonal. Raises `AdapterRefused` where PEFT would not load it."""
+        return PLAIN if self.block_diagonal is None else self.block_diagonal.sides(module)
 
     def scaling_of(self, module: str) -> Scaling:
         """Rank and scaling of the module at `module`, by PEFT's rules. Raises `AdapterRefused(invalid_config)`."""
@@ -194,6 +200,7 @@ class PeftConfig:
             "alora": bool(self.invocation),
             "modules_to_save": bool(self.saved_modules),
             "trainable_token_indices": bool(self.token_rows),
+            "bdlora": self.block_diagonal is not None,
         }
         return tuple(name for name, is_used in used.items() if is_used)
 
@@ -219,6 +226,7 @@ def parse_peft_config(data: bytes) -> PeftConfig:
         ranks=_pattern_table("rank_pattern", fields),
         alphas=_pattern_table("alpha_pattern", fields),
         budget=MatchBudget(),
+        block_diagonal=parse_block_diagonal(fields.get("use_bdlora")),
     )
     if config.bias not in _BIAS_MODES:
         _invalid("bias", f"must be one of {', '.join(_BIAS_MODES)}, found {show(config.bias)}")
@@ -247,6 +255,11 @@ def refuse_features(config: PeftConfig) -> None:
             AdapterFault.UNSUPPORTED_VARIANT, "use_dora and lora_bias together are not supported, nor are they by PEFT"
         )
     _refuse_alora(config)
+    other = "use_dora" if config.uses_dora else "alora_invocation_tokens" if config.invocation else None
+    if config.block_diagonal is not None and other is not None:
+        raise AdapterRefused(
+            AdapterFault.UNSUPPORTED_VARIANT, f"use_bdlora and {other} together are not supported, nor are they by PEFT"
+        )
     init = config.fields.get("init_lora_weights")
     if isinstance(init, str) and init not in _PLAIN_INITS:
         raise AdapterRefused(
@@ -281,6 +294,15 @@ def refuse_heads(config: PeftConfig, names: tuple[str, ...]) -> None:
         raise AdapterRefused(
             AdapterFault.UNSUPPORTED_TASK, f"{show(head)} belongs to a classification head; only generation is served"
         )
+
+
+def refuse_on_module(kind: str, config: PeftConfig) -> None:
+    """Refuse variants that this kind of module cannot have. Raises `AdapterRefused(unsupported_variant)`."""
+    for field, used in (("use_bdlora", config.block_diagonal is not None), ("lora_bias", config.uses_lora_bias)):
+        if kind == "embed" and used:
+            raise AdapterRefused(
+                AdapterFault.UNSUPPORTED_VARIANT, f"{field} on embed_tokens is not supported, nor is it by PEFT"
+            )
 
 
 def _require_lora(fields: dict[str, Json]) -> None:

@@ -178,13 +178,15 @@ class Registry:
     ) -> Alias:
         """Point a name at a version; the same version again changes only the pin. `source` defaults to the version's.
 
-        Raises `AdapterNotFound` for an unknown version, `NameTaken` if the name points elsewhere and not `replace`.
+        With another chat template it is another thing to have under a name, as another version is. Raises
+        `AdapterNotFound` for an unknown version, `NameTaken` if the name points elsewhere and not `replace`.
         """
         check_name(name)
         with self._transaction() as db:
             record = self._version(db, version)
             current = self._alias(db, name)
-            if current is not None and current.version == version:
+            template = (record.source if source is None else source).chat_template
+            if current is not None and (current.version, current.source.chat_template) == (version, template):
                 db.execute("UPDATE aliases SET pinned = ? WHERE name = ?", (pinned, name))
             elif current is not None and not replace:
                 raise NameTaken(f"{name!r} is another adapter; unload it first or set replace", param="name")

@@ -85,12 +85,21 @@ class TensorRef:
         return tuple((self.begin + i * self.pitch, row) for i in range(self.shape[0]))
 
 
+class Blocks(NamedTuple):
+    """A block-diagonal matrix, of which the file holds the blocks one above the other, all of one size."""
+
+    num_blocks: int
+    rows: int  # of a block
+    first: int = 0  # which row of the stack is the first here: a part of a fused module may begin inside a block
+
+
 @dataclass(frozen=True, slots=True)
 class TargetSpec:
     """One module's delta: y += scaling · B(A x). For `embed`, A is [r, vocab] and B is [hidden, r].
 
-    DoRA and trained biases add vectors of `out_features`. A module of which only the bias was trained has rank 0 and
-    neither A nor B.
+    With `a_blocks` or `b_blocks` that factor is block-diagonal: the file has A [r, in / num_blocks], or
+    B [out, r / num_blocks]. DoRA and trained biases add vectors of `out_features`. A module of which only the bias was
+    trained has rank 0 and neither A nor B.
     """
 
     kind: str  # a value of kernels.metadata.Kind
@@ -102,6 +111,8 @@ class TargetSpec:
     magnitude: TensorRef | None = None  # DoRA: the norm that each row of W + scaling · BA is brought to
     lora_bias: TensorRef | None = None  # added to B(A x), before the scaling
     bias: TensorRef | None = None  # replaces the base's bias
+    a_blocks: Blocks | None = None
+    b_blocks: Blocks | None = None
 
     @property
     def module(self) -> str:
@@ -305,6 +316,7 @@ class AdapterSource:
     revision: str | None = None
     commit: str | None = None
     subfolder: str | None = None
+    chat_template: str | None = None  # sha256 of the adapter's own template, None if chats use the base's
 
 
 class KindReport(NamedTuple):

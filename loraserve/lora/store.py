@@ -3,6 +3,7 @@
 ```
 DATA/registry.sqlite3     names, versions, history
 DATA/versions/<hash>/     the files of one version, never changed once they are there
+DATA/templates/<hash>.jinja   chat templates that adapters brought
 DATA/tmp/<random>/        copies under way, one folder per living process
 DATA/store.lock           held while folders are moved in or out
 ```
@@ -20,11 +21,13 @@ from types import TracebackType
 
 from loraserve.errors import AdapterFault, AdapterNotFound, AdapterRefused
 from loraserve.lora.adapter_files import read_adapter_files
+from loraserve.lora.chat_template import TemplateFolder
 from loraserve.lora.files import AdapterFolder, read_chunks
-from loraserve.lora.format import content_version, parse_adapter
+from loraserve.lora.format import parse_adapter
 from loraserve.lora.names import parse_name
 from loraserve.lora.registry import Alias, Registry, VersionRecord, VersionUse
 from loraserve.lora.spec import AdapterSource, BaseGeometry, LoadReport
+from loraserve.lora.version import content_version
 from loraserve.lora.workspace import (
     CopiedFile,
     Progress,
@@ -58,6 +61,7 @@ class AdapterStore:
                 self._registry = Registry(data_dir / "registry.sqlite3")
                 self._workspace = Workspace(data_dir / "tmp")
                 self._workspace.sweep()
+                self.templates = TemplateFolder(data_dir / "templates", self._workspace)
                 orphans = self._take_orphans()
             for orphan in orphans:
                 shutil.rmtree(orphan, ignore_errors=True)

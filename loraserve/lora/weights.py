@@ -17,9 +17,10 @@ from loraserve.config import format_bytes
 from loraserve.errors import AdapterFault, AdapterRefused
 from loraserve.kernels.metadata import Kind
 from loraserve.lora.affine import BaseWeights, Module, dora_factor, need
+from loraserve.lora.block_diagonal import block_places
 from loraserve.lora.container import TensorReader
 from loraserve.lora.layout import PoolLayout
-from loraserve.lora.spec import AdapterSpec, ReplacedRows, RowsDelta, TargetSpec, TensorRef
+from loraserve.lora.spec import AdapterSpec, Blocks, ReplacedRows, RowsDelta, TargetSpec, TensorRef
 from loraserve.lora.tables import Table
 
 # torch runs an elementwise operation of at most this many elements on the calling thread alone. Staging in tiles of
@@ -218,9 +219,16 @@ def _stage_target(target: TargetSpec, into: StagedTarget, source: _Source, base:
     scaling: float | Tensor = target.scaling
     gain = torch.zeros(out_features) if target.vectors else None
     if target.a is not None and target.b is not None:
-        a = source.read(target, target.a, (rank, in_features))
-        _convert(a, into.a, None, f"{target.module} ({target.a.name})")
-        b = source.read(target, target.b, (out_features, rank)).T
+        a_blocks, b_blocks = (
+            1 if blocks is None else blocks.num_blocks for blocks in (target.a_blocks, target.b_blocks)
+        )
+        a_name, b_name = (f"{target.module} ({ref.name})" for ref in (target.a, target.b))
+        a = source.read(target, target.a, (rank, in_features // a_blocks))
+        if target.a_blocks is None:
+            _convert(a, into.a, None, a_name)
+        else:
+            _convert_blocks(a, into.a, target.a_blocks, None, a_name)
+        b = source.read(target, target.b, (out_features, rank // b_blocks)).T
         if target.magnitude is not None:
             magnitude = source.read(target, target.magnitude, (out_features,)).float()
             over_vocabulary = into.kind is Kind.EMBED
@@ -228,7 +236,10 @@ def _stage_target(target: TargetSpec, into: StagedTarget, source: _Source, base:
             module = Module(into.kind, target.layer, *sizes)
             factor = dora_factor(module, magnitude, a.float(), b.float() * scaling, need(base))
             gain, scaling = factor - 1, factor * scaling
-        _convert(b, into.b[:rank], scaling, f"{target.module} ({target.b.name})")
+        if target.b_blocks is None:
+            _convert(b, into.b[:rank], scaling, b_name)
+        else:  # never together with DoRA, so the scaling is one for all
+            _convert_blocks(b.T, into.b[:rank].T, target.b_blocks, target.scaling, b_name)
     if gain is not None:
         names = ", ".join(ref.name for ref in target.vectors)
         shift = _shift(target, gain, source, need(base))
@@ -262,6 +273,13 @@ def _as_tensor(raw: np.ndarray[Any, Any], ref: TensorRef) -> Tensor:
     if ref.dtype == "BF16":
         return torch.from_numpy(raw.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(raw)
+
+
+def _convert_blocks(stack: Tensor, into: Tensor, blocks: Blocks, scaling: float | None, name: str) -> None:
+    """`_convert` of a block-diagonal matrix [rows, columns], of which `stack` holds the blocks, [rows, of a block]."""
+    into.zero_()
+    for rows, columns in block_places(blocks, *stack.shape):
+        _convert(stack[rows], into[rows, columns], scaling, name)
 
 
 def _convert(source: Tensor, into: Tensor, scaling: float | Tensor | None, name: str) -> None:

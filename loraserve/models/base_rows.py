@@ -14,13 +14,14 @@ from loraserve.errors import AdapterFault, AdapterRefused, LoraserveError
 from loraserve.kernels.metadata import Kind
 from loraserve.models.config import ModelShape
 from loraserve.models.files import find_model_files
+from loraserve.models.gguf_rows import GgufTensors
 
 
 class CheckpointRows:
     """The base's weights as they are served: what the file holds, rounded to the model's dtype. Any thread may ask.
 
     The files are opened (mapped) on the first question and stay open, so that a checkpoint that is replaced later does
-    not mix with the one that is served.
+    not mix with the one that is served. Of a GGUF file one tensor at a time is dequantized again.
     """
 
     def __init__(self, path: Path, shape: ModelShape, dtype: torch.dtype) -> None:
@@ -70,12 +71,11 @@ class CheckpointRows:
     def _open_files(self) -> dict[str, Any]:
         try:
             files = find_model_files(self._path)
-            if files.gguf is not None:
-                text = "the adapter needs the base's weights again, which a GGUF file does not give; serve safetensors"
-                raise AdapterRefused(AdapterFault.UNSUPPORTED_VARIANT, text)
-            handles: list[Any] = [safe_open(shard, framework="pt", device="cpu") for shard in files.shards]
-        except AdapterRefused:
-            raise
+            handles: list[Any] = (
+                [GgufTensors(files.gguf, self._shape)]
+                if files.gguf is not None
+                else [safe_open(shard, framework="pt", device="cpu") for shard in files.shards]
+            )
         except (OSError, SafetensorError, LoraserveError) as error:
             raise AdapterRefused(AdapterFault.STAGING_FAILED, "the base model's files could not be opened") from error
         found: dict[str, Any] = {}

@@ -205,12 +205,12 @@ class PrefillAdder:
         tokens = request.token_ids()
         reusable = tokens[: _reuse_limit(request, tokens.size)]
         size = self._cache.page_size
-        found = self._cache.lookup(request.namespace, reusable)
+        found = self._cache.lookup(request.namespace, reusable, request.overlays)
         # A first look that leaves no trace: a blocked request is asked again in every step.
         refusal = self._pages.can_take(request, tokens.size, num_pages_for(found, size))
         if refusal is not None:
             return refusal
-        lease = self._cache.acquire(request.namespace, reusable)
+        lease = self._cache.acquire(request.namespace, reusable, request.overlays)
         if lease is None:
             return Refusal.REQUEST_ROWS
         # What was evictable a moment ago is leased now and no longer available, so this look may end otherwise.

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from loraserve.compat import StrEnum
 from loraserve.errors import LoraserveError
-from loraserve.scheduler.request import Tokens
+from loraserve.scheduler.request import Overlays, Tokens
 
 
 class AdapterState(StrEnum):
@@ -95,11 +95,14 @@ class KVSide(Protocol):
     def pages_of(self, row: int) -> int:
         """Pages a row has, shared ones included."""
 
-    def lookup(self, namespace: str, tokens: Tokens) -> int:
+    def lookup(self, namespace: str, tokens: Tokens, overlays: Overlays = ()) -> int:
         """How many leading tokens could be reused. Takes no lease and does not count as use."""
 
-    def acquire(self, namespace: str, tokens: Tokens) -> RowLease | None:
-        """Take a row and a lease on the longest cached prefix of `tokens`; None when no row is free."""
+    def acquire(self, namespace: str, tokens: Tokens, overlays: Overlays = ()) -> RowLease | None:
+        """Take a row and a lease on the longest cached prefix of `tokens`; None when no row is free.
+
+        `overlays` decide the KV from their positions on, as `namespace` does from the first.
+        """
 
     def extend(self, row: int, num_tokens: int) -> bool:
         """Give the row locations for positions below `num_tokens`, evicting if needed; False and no change if short."""
@@ -111,7 +114,7 @@ class KVSide(Protocol):
         """End the row: full pages of `tokens` (KV complete) stay for reuse, everything else is free again."""
 
     def drop_namespaces(self, matches: Callable[[str], bool]) -> int:
-        """Free what no request uses in every namespace that `matches`; pages freed."""
+        """Free what no request uses in every namespace and under every set of overlays that `matches`; pages freed."""
 
     def check(self) -> None:
         """Raise AssertionError if pages or rows do not add up."""

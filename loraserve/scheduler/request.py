@@ -15,7 +15,9 @@ from loraserve.sampling import SamplingParams
 
 Tokens = NDArray[np.int64]
 
-_SCALE, _START, _JOIN, _SALT = "*", "@", "+", "|"  # a namespace reads `version*scale+version*scale@start|salt`
+Overlays = tuple[tuple[int, str], ...]  # (first position, what decides the KV from there on)
+
+_SCALE, _JOIN, _SALT = "*", "+", "|"  # a namespace reads `version*scale+version*scale|salt`, an overlay `version*scale`
 
 
 class RequestState(StrEnum):
@@ -45,9 +47,9 @@ class AdapterUse(NamedTuple):
 
 
 def namespace_of(adapters: tuple[AdapterUse, ...], cache_salt: str = "") -> str:
-    """Prefix-cache key of everything besides the tokens that decides the KV: versions, scales and the tenant's salt.
+    """Prefix-cache key of what decides the KV from the first token on: versions, scales and the tenant's salt.
 
-    An adapter that starts later is another key for every start: prompts that begin alike may be invoked elsewhere.
+    Adapters that start later are not in it but in `overlays_of`: what lies before them belongs to those without them.
 
     The order of a blend does not matter. Never empty. Raises `InvalidRequest` for a version or scale that no key can
     be made of.
@@ -57,15 +59,21 @@ def namespace_of(adapters: tuple[AdapterUse, ...], cache_salt: str = "") -> str:
             raise InvalidRequest(f"{use.version!r} is not an adapter version", param="lora")
         if not isfinite(use.scale):
             raise InvalidRequest(f"the scale of an adapter must be a finite number, got {use.scale!r}", param="lora")
-    blend = _JOIN.join(
-        f"{version}{_SCALE}{float(scale)!r}" + (f"{_START}{start}" if start else "")
-        for version, scale, start in sorted(adapters)
-    )
+    blend = _JOIN.join(_key_of(use) for use in sorted(adapters) if use.start == 0)
     return f"{blend}{_SALT}{cache_salt}"
 
 
+def overlays_of(adapters: tuple[AdapterUse, ...]) -> Overlays:
+    """What decides the KV besides the namespace, from some later position on."""
+    return tuple(sorted((use.start, _key_of(use)) for use in adapters if use.start > 0))
+
+
+def _key_of(use: AdapterUse) -> str:
+    return f"{use.version}{_SCALE}{float(use.scale)!r}"
+
+
 def namespace_uses(namespace: str, version: str) -> bool:
-    """Whether `namespace` was made with this adapter version (its salt is not searched)."""
+    """Whether `namespace`, or a set of overlays, was made with this adapter version (its salt is not searched)."""
     blend = namespace.partition(_SALT)[0]
     return any(part.partition(_SCALE)[0] == version for part in blend.split(_JOIN))
 
@@ -109,11 +117,13 @@ class Request:
     prompt_ids: Tokens = field(init=False, repr=False)
     prefill_ids: Tokens = field(init=False, repr=False)  # all tokens known at the last admission
     versions: tuple[str, ...] = field(init=False)  # distinct adapter versions
+    overlays: Overlays = field(init=False)
 
     def __post_init__(self) -> None:
         self.prompt_ids = np.array(self.prompt, dtype=np.int64)
         self.prefill_ids = self.prompt_ids
         self.versions = tuple(dict.fromkeys(use.version for use in self.adapters))
+        self.overlays = overlays_of(self.adapters)
         if not self.namespace:
             self.namespace = namespace_of(self.adapters)
 

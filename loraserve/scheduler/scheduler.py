@@ -45,7 +45,7 @@ class Scheduler:
         self._config = config
         self._cache = cache
         self._clock = clock
-        self._policy = make_policy(config.policy, lambda r: cache.lookup(r.namespace, r.prompt_ids))
+        self._policy = make_policy(config.policy, lambda r: cache.lookup(r.namespace, r.prompt_ids, r.overlays))
         self._growth = growth or GrowthReserve()
         # Every running request may decode in every step, so there are never more of them than tokens in a step.
         self._max_running = min(config.max_running, config.max_step_tokens, cache.free_rows)

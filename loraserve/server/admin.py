@@ -102,6 +102,7 @@ def describe(entry: Entry, statuses: Mapping[str, AdapterStatus]) -> AdapterInfo
         requests=0 if served is None else served.num_requests,
         loaded_at=None if served is None else served.loaded_at,
         last_used_at=None if served is None else served.last_used_at,
+        chat_template=None if served is None else "base" if served.source.chat_template is None else "own",
         warnings=[] if report is None else list(report.warnings),
         error=error,
     )

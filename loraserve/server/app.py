@@ -12,6 +12,7 @@ from loraserve import __version__
 from loraserve.config import ServeConfig
 from loraserve.server.admin import admin_router
 from loraserve.server.auth import Auth
+from loraserve.server.chats import ChatRenderer
 from loraserve.server.directory import AdapterDirectory
 from loraserve.server.failures import install_handlers
 from loraserve.server.health import health_router
@@ -54,6 +55,7 @@ def make_state(
         metrics=metrics,
         meter=RequestMeter(metrics),
         auth=Auth(config.server),
+        chats=ChatRenderer(library, use_own=not config.server.ignore_adapter_chat_templates),
         text_or_none=None if tokenizer is None else Text(tokenizer),
     )
 

@@ -200,7 +200,11 @@ class AdapterDirectory:
 
     async def _install(self, entry: Entry, order: LoadOrder, stored: StoredAdapter) -> None:
         before = entry.served
-        same = before is not None and before.version == stored.version
+        # With another chat template the name means something else, though the weights are the same.
+        same = before is not None and (before.version, before.source.chat_template) == (
+            stored.version,
+            stored.source.chat_template,
+        )
         if before is not None and not same and not order.replace:
             raise NameTaken(
                 f"{order.name!r} is taken by version {before.version[:12]}; replace it with replace: true", param="name"

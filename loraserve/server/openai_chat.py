@@ -74,17 +74,24 @@ def chat_router(state: ServerState) -> APIRouter:
     return router
 
 
-def render_prompt(
-    state: ServerState, messages: list[dict[str, Any]], add_generation_prompt: bool | None, go_on: bool
+async def render_prompt(
+    state: ServerState,
+    messages: list[dict[str, Any]],
+    add_generation_prompt: bool | None,
+    go_on: bool,
+    template: str | None,
 ) -> str:
-    """Messages → prompt text, special tokens written out. Raises `InvalidRequest`."""
+    """Messages → prompt text, special tokens written out, by a `template` from `ChatRenderer.template_of`.
+
+    Raises `InvalidRequest`.
+    """
     checked = check_messages(messages)
     if go_on and add_generation_prompt:
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
         )
     add = (not go_on) if add_generation_prompt is None else add_generation_prompt
-    return state.text.render_chat(checked, add_generation_prompt=add, continue_final_message=go_on)
+    return await state.chats.render(state.text, checked, add, go_on, template)
 
 
 async def _prepare(
@@ -94,8 +101,10 @@ async def _prepare(
     limits = _limits(body)
     blends = parse_lora_field(body.lora, 1, per_prompt=False)
     (uses,) = resolve_adapters(state, body.model, blends)  # an unknown name costs no tokenization
-    text = render_prompt(state, body.messages, body.add_generation_prompt, bool(body.continue_final_message))
     while True:
+        template = state.chats.template_of(uses)
+        go_on = bool(body.continue_final_message)
+        text = await render_prompt(state, body.messages, body.add_generation_prompt, go_on, template)
         tokenizer = await state.text_for(uses)
         check_length(state, limits, text, tokenizer)
         ids = (await state.encode(tokenizer, text, special=False)).ids
@@ -103,7 +112,7 @@ async def _prepare(
             raise InvalidRequest("the chat template makes an empty prompt of these messages", param="messages")
         # What a name means may have changed meanwhile; from here to the holds nothing is awaited.
         before, (uses,) = uses, resolve_adapters(state, body.model, blends)
-        if same_versions([before], [uses]):
+        if same_versions([before], [uses]) and state.chats.template_of(uses) == template:
             break
     prompt = Prompt(0, ids, text, [], uses, tokenizer)
     generation = make_generation(state, body, shared, [prompt], limits, Logprobs(num_top), request_id)

@@ -66,3 +66,7 @@ class AdapterLibrary(Protocol):
     def add(self, place: AdapterPlace, progress: Progress) -> StoredAdapter:
         """Copy the adapter into the store. Raises `AdapterRefused` and other named errors; then nothing is kept."""
         ...
+
+    def chat_template(self, digest: str) -> str:
+        """The text of a template that a `StoredAdapter.source` names. Raises `StorageFailed`."""
+        ...

@@ -225,6 +225,7 @@ class AdapterInfo(BaseModel):
     requests: int
     loaded_at: float | None
     last_used_at: float | None
+    chat_template: Literal["own", "base"] | None
     warnings: list[str]
     error: CodeAndMessage | None
 

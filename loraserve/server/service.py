@@ -90,12 +90,15 @@ class Service:
                 http.should_exit = True
                 await asyncio.gather(serving, return_exceptions=True)
                 await state.directory.close()
+                state.chats.close()
                 await self._engine.stop(0.0)
         return 0
 
     def _make_state(self, store: AdapterStore) -> ServerState:
         lora = self._config.engine.lora
-        library = StoreLibrary(store, lambda: self._engine.info.geometry, lora.max_lora_rank, lora.adapter_dir)
+        own_templates = not self._config.server.ignore_adapter_chat_templates
+        geometry = lambda: self._engine.info.geometry  # noqa: E731 - it is there once the engine is up
+        library = StoreLibrary(store, geometry, lora.max_lora_rank, lora.adapter_dir, own_templates)
         state = make_state(self._config, self._engine, None, library)
         state.starting = True
         return state

@@ -12,6 +12,7 @@ from loraserve.config import ServeConfig
 from loraserve.errors import AdapterNotFound, AdapterRefused, EngineNotReady, ModelNotFound
 from loraserve.server.adapter_texts import AdapterTexts, num_new_tokens
 from loraserve.server.auth import Auth
+from loraserve.server.chats import ChatRenderer
 from loraserve.server.directory import AdapterDirectory
 from loraserve.server.generation import ResolvedUse
 from loraserve.server.inflight import InFlight
@@ -33,6 +34,7 @@ class ServerState:
     metrics: Metrics
     meter: RequestMeter
     auth: Auth
+    chats: ChatRenderer
     text_or_none: Text | None
     adapter_texts: AdapterTexts = field(default_factory=AdapterTexts)
     starting: bool = False

@@ -152,6 +152,17 @@ class Text:
         """Whether chat requests can be served at all."""
         return self._tokenizer.chat_template is not None
 
+    @property
+    def chat_template(self) -> str | None:
+        """The model's own template, None if it has none or several."""
+        found = self._tokenizer.chat_template
+        return found if isinstance(found, str) else None
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Special tokens by the names that chat templates know them by."""
+        return {name: token for name, token in self._tokenizer.special_tokens_map.items() if isinstance(token, str)}
+
     def render_chat(
         self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, continue_final_message: bool
     ) -> str:
@@ -231,11 +242,21 @@ def load_tokenizer(path: Path) -> Any:
             return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
         from transformers import AutoTokenizer
 
-        if path.suffix == ".gguf":
-            return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+        if (gguf := _gguf_of(path)) is not None:
+            return AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"the tokenizer in {path} cannot be loaded: {error}") from error
+
+
+def _gguf_of(path: Path) -> Path | None:
+    """The GGUF file that a model is, or that is all that its folder holds of a tokenizer."""
+    if path.suffix == ".gguf":
+        return path
+    if any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        return None
+    found = list(path.glob("*.gguf"))
+    return found[0] if len(found) == 1 else None
 
 
 def _is_generic(path: Path) -> bool:

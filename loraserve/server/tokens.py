@@ -23,7 +23,8 @@ def tokens_router(state: ServerState) -> APIRouter:
         """The ids that the same prompt or messages would be generated from."""
         state.require_ready()
         check_fields(body, {})
-        tokenizer = await state.text_for(state.uses_of(body.model))
+        uses = state.uses_of(body.model)
+        tokenizer = await state.text_for(uses)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give exactly one of prompt and messages", param="prompt")
         if body.prompt is not None:
@@ -36,7 +37,8 @@ def tokens_router(state: ServerState) -> APIRouter:
             if body.add_special_tokens:
                 raise InvalidRequest("the chat template writes the special tokens", param="add_special_tokens")
             go_on = bool(body.continue_final_message)
-            text = render_prompt(state, body.messages or [], body.add_generation_prompt, go_on)
+            template = state.chats.template_of(uses)
+            text = await render_prompt(state, body.messages or [], body.add_generation_prompt, go_on, template)
             ids = (await state.encode(tokenizer, text, special=False)).ids
         return TokenizeResponse(tokens=ids, count=len(ids), max_model_len=state.max_tokens)
 

@@ -24,7 +24,7 @@ from loraserve.config import (
 )
 from loraserve.engine.build import EngineParts, build_engine, resolve_device
 from loraserve.engine.messages import AddRequest, RequestOutput
-from loraserve.errors import ConfigError, LoraserveError
+from loraserve.errors import ConfigError, LoraserveError, NonFiniteLogits
 from loraserve.inspection import Base
 from loraserve.kvcache.pool import KVCache
 from loraserve.lora.layout import PoolLayout
@@ -47,6 +47,9 @@ class Bench:
     def __init__(self, base: Base, spec: AdapterSpec, options: VerifyOptions, prompts: list[list[int]]) -> None:
         self._prompts, self._max_tokens = prompts, options.max_tokens
         self._vocab, self._num_new_tokens = base.shape.vocab_size, spec.num_new_tokens
+        # The first prompt that the adapter applies to; without one it never comes to the device.
+        self._using = next((i for i, prompt in enumerate(prompts) if spec.first_token(prompt) is not None), None)
+        self._vocab = base.shape.vocab_size
         self._traces: dict[str, Trace] = {}
         self._versions: list[str] = []
         self._ids = itertools.count()
@@ -70,7 +73,9 @@ class Bench:
 
     def evict(self, version: str) -> None:
         """Use the copies together: they take both slots."""
-        requests = [self._submit(copy, Served.COPY, 0) for copy in self._versions[1:]]
+        if self._using is None:
+            return
+        requests = [self._submit(copy, Served.COPY, self._using) for copy in self._versions[1:]]
         self._finish(requests)
         residency = next(each.residency for each in self.parts.loop.adapter_statuses() if each.version == version)
         if residency == "device":
@@ -120,9 +125,11 @@ class Bench:
                 self._take(output)
 
     def _take(self, output: RequestOutput) -> None:
-        if output.error is not None:
-            raise output.error.to_error()
         trace = self._traces[output.id]
+        if output.error is not None and output.error.code == NonFiniteLogits.code:
+            trace.broken = True  # a finding of its own: the row that says so is kept, and the comparison goes on
+        elif output.error is not None:
+            raise output.error.to_error()
         trace.tokens += output.token_ids
         trace.done = output.finish_reason is not None
 

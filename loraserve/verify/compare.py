@@ -62,10 +62,13 @@ class Check:
     num_rows: int
     divergences: tuple[Divergence, ...]  # at most one per prompt
     near_ties: bool  # half precision: a divergence where PEFT's own two logits are within the limit is rounding
+    broken: tuple[int, ...] = ()  # prompts whose answers the engine gave up on, because its logits were not finite
 
     @property
     def passed(self) -> bool:
         """Whether logits and tokens are PEFT's."""
+        if self.broken:
+            return False
         tokens = all(self.near_ties and found.gap <= self.limit for found in self.divergences)
         return self.max_delta < self.limit and tokens
 
@@ -79,6 +82,7 @@ class Trace:
     logits: Tensor  # [prompt + max_tokens − 1, vocab] float32; NaN where nothing was computed
     tokens: list[int] = field(default_factory=list)
     done: bool = False
+    broken: bool = False  # the engine ended it, because a row of its logits is not finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,23 +90,34 @@ class Expectation:
     """PEFT's side, one entry for each prompt: what it was fed after the prompt, and its logits along that."""
 
     fed: list[list[int]]  # the engine's lone answers
-    logits: list[Tensor]  # [prompt + max_tokens − 1, vocab]
+    logits: list[Tensor]  # [prompt + max_tokens − 1, vocab]; fewer rows if the answer broke off
     limit: float
     near_ties: bool
 
 
 def expectations(
-    base: Base, folder: Path, prompts: list[list[int]], traces: list[Trace], dtype: str, num_new_tokens: int = 0
+    base: Base,
+    folder: Path,
+    prompts: list[list[int]],
+    traces: list[Trace],
+    dtype: str,
+    starts: list[int | None],
+    num_new_tokens: int = 0,
 ) -> dict[Served, Expectation]:
     """Let PEFT compute along the lone answers `traces`, which come in the order of the prompts, in float32.
 
-    If `dtype`, the one served, is another, PEFT computes in it too, for the limit. `num_new_tokens` are those that the
-    adapter adds to the vocabulary. Raises `ReferenceUnavailable`.
+    `starts` says for each prompt from where on the adapter applies; `num_new_tokens` are those that the adapter adds to
+    the vocabulary. If `dtype`, the one served, is another, PEFT computes in it too, for the limit. Raises
+    `ReferenceUnavailable`.
     """
-    exact = _peft_logits(base, folder, prompts, traces, torch.float32, num_new_tokens)
+
+    def computed(in_dtype: torch.dtype) -> dict[Served, list[Tensor]]:
+        return _peft_logits(base, folder, prompts, traces, in_dtype, starts, num_new_tokens)
+
+    exact = computed(torch.float32)
     limits = dict.fromkeys(exact, TOLERANCES[dtype])
     if dtype != "float32":
-        rounded = _peft_logits(base, folder, prompts, traces, getattr(torch, dtype), num_new_tokens)
+        rounded = computed(getattr(torch, dtype))
         for served, rows in exact.items():
             noise = max(distance(one, other) for one, other in zip(rows, rounded[served], strict=True))
             if math.isfinite(noise):  # float16 may overflow in PEFT; that allows nothing
@@ -116,7 +131,13 @@ def expectations(
 
 
 def _peft_logits(
-    base: Base, folder: Path, prompts: list[list[int]], traces: list[Trace], dtype: torch.dtype, num_new_tokens: int
+    base: Base,
+    folder: Path,
+    prompts: list[list[int]],
+    traces: list[Trace],
+    dtype: torch.dtype,
+    starts: list[int | None],
+    num_new_tokens: int,
 ) -> dict[Served, list[Tensor]]:
     reference, vocab = Reference.base(base.path, dtype), base.shape.vocab_size
     found: dict[Served, list[Tensor]] = {}
@@ -126,7 +147,7 @@ def _peft_logits(
         asked = [within_base(prompt, vocab) for prompt in prompts] if served is Served.BASE else prompts
         found[served] = [
             # Some checkpoints pad the head beyond the vocabulary.
-            reference.logits(asked[trace.prompt] + trace.tokens[:-1])[:, : trace.logits.shape[1]]
+            reference.logits(asked[trace.prompt] + trace.tokens[:-1], starts[trace.prompt])[:, : trace.logits.shape[1]]
             for trace in traces
             if trace.served is served
         ]
@@ -151,29 +172,32 @@ def compare(
             fed, logits, start = theirs.fed[trace.prompt], theirs.logits[trace.prompt], len(prompts[trace.prompt])
             # Rows after a token that PEFT was not fed have another history.
             shared = start + _common(trace.tokens[:-1], fed[:-1])
-            deltas.append(distance(trace.logits[:shared], logits[:shared]))
+            deltas.append(math.inf if trace.broken else distance(trace.logits[:shared], logits[:shared]))
             rows += shared
             divergence = _first_divergence(trace, fed, logits[start - 1 :])
             divergences += [] if divergence is None else [divergence]
-        checks.append(Check(scenario, served, max(deltas), theirs.limit, rows, tuple(divergences), theirs.near_ties))
+        broken = tuple(trace.prompt for trace in ours if trace.broken)
+        checks.append(
+            Check(scenario, served, max(deltas), theirs.limit, rows, tuple(divergences), theirs.near_ties, broken)
+        )
     return checks
 
 
 def _first_divergence(trace: Trace, fed: list[int], logits: Tensor) -> Divergence | None:
-    """logits: [max_tokens, vocab], PEFT's for the answer's tokens."""
-    for position, token in enumerate(trace.tokens):
-        row = logits[position]
+    """logits: [max_tokens, vocab], PEFT's for the answer's tokens; fewer if PEFT was fed an answer that broke off."""
+    for position, (token, row) in enumerate(zip(trace.tokens, logits, strict=False)):
         best = int(row.argmax())
         if token != best:
             return Divergence(trace.prompt, position, token, best, float(row[best] - row[token]))
-        if token != fed[position]:
+        if position >= len(fed) or token != fed[position]:
             return None  # as PEFT would have it, but PEFT was led another way from here on
     return None
 
 
 def _common(left: list[int], right: list[int]) -> int:
     """Length of the common prefix."""
-    return next((i for i, pair in enumerate(zip(left, right, strict=True)) if pair[0] != pair[1]), len(left))
+    shorter = min(len(left), len(right))
+    return next((i for i in range(shorter) if left[i] != right[i]), shorter)
 
 
 def distance(left: Tensor, right: Tensor) -> float:

@@ -11,6 +11,7 @@ from loraserve.errors import ConfigError
 from loraserve.inspection import Base
 from loraserve.lora.spec import AdapterSpec
 from loraserve.lora.tables import Table
+from loraserve.server.text import load_tokenizer
 
 DEFAULT_TEXTS = (
     "The quick brown fox jumps over the lazy dog.",
@@ -48,13 +49,14 @@ def within_base(prompt: list[int], vocab_size: int) -> list[int]:
 
 
 def token_prompts(base: Base, options: VerifyOptions, spec: AdapterSpec) -> list[list[int]]:
-    """The prompts as token ids. Raises `ConfigError` for one that has none, or without a tokenizer for given texts."""
+    """The prompts as token ids; an activated LoRA's invocation comes into the built-in ones of arbitrary tokens.
+
+    Raises `ConfigError` for one that has none, or without a tokenizer for given texts.
+    """
     vocab = base.shape.vocab_size
     texts = DEFAULT_TEXTS if options.prompts is None else options.prompts
     try:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(base.path if base.path.is_dir() else base.path.parent)
+        tokenizer = load_tokenizer(base.path)
         prompts = [list(tokenizer(text)["input_ids"]) for text in texts]
     except Exception as error:  # whatever transformers finds missing
         if options.prompts is not None:
@@ -62,7 +64,9 @@ def token_prompts(base: Base, options: VerifyOptions, spec: AdapterSpec) -> list
         prompts = []
     if options.prompts is None:
         draw = random.Random(0)
-        prompts += [[draw.randrange(vocab) for _ in range(length)] for length in _RANDOM_LENGTHS]
+        for length in _RANDOM_LENGTHS:
+            tokens = [draw.randrange(vocab) for _ in range(length)]
+            prompts.append([*tokens[: length // 2], *spec.invocation, *tokens[length // 2 :]])
         own = sorted(
             {t for rows in spec.replaced if rows.table is Table.EMBED for part in rows.parts for t in part.ids}
         )

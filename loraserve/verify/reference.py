@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import shutil
 import tempfile
@@ -16,11 +17,13 @@ import torch
 from torch import Tensor
 
 from loraserve.errors import LoraserveError
-from loraserve.lora.adapter_files import CONFIG_NAME, WEIGHTS_NAME, Layout, read_adapter_files
+from loraserve.lora.adapter_files import CONFIG_NAME, WEIGHTS_NAME, AdapterFiles, Layout, read_adapter_files
 from loraserve.lora.files import AdapterFolder
-from loraserve.lora.keys import Role, parse_key
+from loraserve.lora.keys import LORA_ROLES, Role, parse_key
 from loraserve.lora.modules import canonical_path
 from loraserve.lora.strict_json import show
+from loraserve.models.files import find_model_files
+from loraserve.verify.patterns import endless_patterns
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +54,17 @@ class Reference:
 
     def __init__(self, model: Any) -> None:
         self._model = model.eval()
+        configs = getattr(model, "peft_config", {})
+        self._is_activated = any(getattr(config, "alora_invocation_tokens", None) for config in configs.values())
 
     @classmethod
     def base(cls, path: Path, dtype: torch.dtype = torch.float32) -> Reference:
-        """The base model in a folder or `.gguf` file. Raises `ReferenceUnavailable`."""
+        """The base model in a folder (also of one GGUF file) or `.gguf` file. Raises `ReferenceUnavailable`."""
         from transformers import AutoModelForCausalLM
 
-        where = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})
         with _quiet(), _named("transformers cannot load the base model"):
+            gguf = find_model_files(path).gguf
+            where = (path, {}) if gguf is None else (gguf.parent, {"gguf_file": gguf.name})
             # Eager attention is the plain definition; the fused one hides a NaN in the keys.
             model = AutoModelForCausalLM.from_pretrained(where[0], dtype=dtype, attn_implementation="eager", **where[1])
         return cls(model)
@@ -69,31 +75,59 @@ class Reference:
         With a `vocab_size` the base is resized first, as it was in training; the adapter brings the new rows.
 
         PEFT must take every tensor. Files whose keys it would pass over are given to it once more, with the keys as it
-        writes them and the config untouched. Raises `ReferenceUnavailable`.
+        writes them and the config untouched; but a `target_modules` that its regular expressions would not come to an
+        end with is replaced by the names of the modules that have tensors. Raises `ReferenceUnavailable`.
         """
         files = read_adapter_files(AdapterFolder.at(folder))
         if files.layout is not Layout.PEFT:
             raise ReferenceUnavailable(f"PEFT cannot read {files.layout} adapters, so there is nothing to compare with")
+        targets = self._safe_targets(files)
         with _quiet(), _named("PEFT cannot load the adapter"):
             if vocab_size is not None:
                 self._model.resize_token_embeddings(vocab_size, mean_resizing=False)
-            if files.weights == (WEIGHTS_NAME,):
+            if files.weights == (WEIGHTS_NAME,) and targets is None:
                 model, left_out = _attach(self._model, folder)
                 if not left_out:
                     return Reference(model)
                 logger.info("PEFT leaves out %s; giving it the tensors under its own names", left_out[0])
                 self._model = model.unload()
             with tempfile.TemporaryDirectory(prefix="loraserve-verify-") as respelled:
-                _respell(folder, files.weights, Path(respelled))
+                _respell(folder, files.weights, Path(respelled), targets)
                 model, left_out = _attach(self._model, Path(respelled))
         if left_out:
             raise ReferenceUnavailable(f"PEFT leaves out {len(left_out)} tensors, such as {show(left_out[0])}")
         return Reference(model)
 
-    def logits(self, tokens: Sequence[int]) -> Tensor:
-        """Logits at every position, [num_tokens, vocab] float32."""
+    def _safe_targets(self, files: AdapterFiles) -> list[str] | None:
+        """Names for PEFT to use as `target_modules`; None if the config's own can be left to it."""
+        try:
+            config = json.loads(files.config)
+        except ValueError:
+            config = None
+        if not isinstance(config, dict):
+            return None  # PEFT says what is wrong
+        endless = endless_patterns(config, [name for name, _ in self._model.named_modules()])
+        for field in endless:
+            if field != "target_modules":
+                raise ReferenceUnavailable(
+                    f"the patterns of {field} keep Python's regular expressions busy for too long"
+                )
+        if not endless:
+            return None
+        logger.info("the pattern of target_modules takes too long; giving PEFT the modules that have tensors")
+        keys = [parse_key(ref.name) for ref in files.tensors]
+        return sorted({canonical_path(key.module) for key in keys if key.role in LORA_ROLES})
+
+    def logits(self, tokens: Sequence[int], start: int | None = 0) -> Tensor:
+        """Logits at every position, [num_tokens, vocab] float32.
+
+        An activated LoRA applies from position `start` on, nowhere if that is None. PEFT is told so: it would look for
+        the invocation in the answer too.
+        """
+        more = {"alora_offsets": [None if start is None else len(tokens) - start]} if self._is_activated else {}
         with torch.no_grad(), _quiet():
-            found: Tensor = self._model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0].float()
+            ids = torch.tensor([list(tokens)])
+            found: Tensor = self._model(input_ids=ids, use_cache=False, **more).logits[0].float()
         return found
 
 
@@ -114,8 +148,8 @@ def _is_repetition(key: str) -> bool:
     return repeated or role is Role.ORIGINAL_WEIGHT or (role is Role.TOKEN_ROWS and module.endswith("lm_head"))
 
 
-def _respell(folder: Path, weights: tuple[str, ...], target: Path) -> None:
-    """Copy an adapter with every key as PEFT writes it."""
+def _respell(folder: Path, weights: tuple[str, ...], target: Path, targets: list[str] | None) -> None:
+    """Copy an adapter with every key as PEFT writes it, and with `targets`, if given, as its `target_modules`."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -131,6 +165,9 @@ def _respell(folder: Path, weights: tuple[str, ...], target: Path) -> None:
                 tensors[spelled] = source.get_tensor(name)
     save_file(tensors, target / WEIGHTS_NAME)
     shutil.copyfile(folder / CONFIG_NAME, target / CONFIG_NAME)
+    if targets is not None:
+        config = json.loads((folder / CONFIG_NAME).read_bytes())
+        (target / CONFIG_NAME).write_text(json.dumps(config | {"target_modules": targets}), encoding="utf-8")
 
 
 @contextmanager

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loraserve.inspection import open_base
-from loraserve.lora.format import content_version, parse_adapter
+from loraserve.lora.format import parse_adapter
+from loraserve.lora.version import content_version
 from loraserve.verify.bench import Bench
 from loraserve.verify.compare import Check, Scenario, Served, compare, distance, expectations
 from loraserve.verify.options import VerifyOptions, token_prompts
@@ -49,6 +50,7 @@ def verify_adapter(folder: Path, options: VerifyOptions, say: Callable[[str], No
     spec = parse_adapter(folder, base.geometry, options.max_lora_rank)
     version = content_version(spec, folder)
     prompts = token_prompts(base, options, spec)
+    starts = [spec.first_token(prompt) for prompt in prompts]
     say("starting the engine")
     bench = Bench(base, spec, options, prompts)
     try:
@@ -58,7 +60,7 @@ def verify_adapter(folder: Path, options: VerifyOptions, say: Callable[[str], No
         alone = [bench.ask([(served, i)])[0] for served in both for i in range(len(prompts))]
         say("asking PEFT")
         dtype, against = bench.parts.info.dtype, options.against or folder
-        expected = expectations(base, against, prompts, alone, dtype, spec.num_new_tokens)
+        expected = expectations(base, against, prompts, alone, dtype, starts, spec.num_new_tokens)
         checks = compare(Scenario.ALONE, alone, expected, prompts)
         del alone  # gigabytes, for a large vocabulary
         say("serving it in a mixed batch, after eviction and after a reload")
@@ -90,5 +92,5 @@ def verify_adapter(folder: Path, options: VerifyOptions, say: Callable[[str], No
         max_tokens=options.max_tokens,
         effect=effect,
         checks=tuple(checks),
-        warnings=spec.warnings,
+        warnings=spec.warnings + (() if any(s is not None for s in starts) else ("no prompt invokes the adapter",)),
     )

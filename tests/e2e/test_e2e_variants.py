@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from engine_driver import Driver, engine_config
 from tiny_models import ATTENTION, MLP, Oracle, make_model
-from variants import COUNT, PLAIN, PLAIN_FUSED, check_request, check_variant, make_prompts, make_variant
+from variants import (
+    COUNT,
+    INVOCATION,
+    PLAIN,
+    PLAIN_FUSED,
+    ActivatedOracle,
+    check_request,
+    check_variant,
+    invoking_prompts,
+    make_prompts,
+    make_variant,
+)
 
 LINEARS = ATTENTION + MLP
 DORA: dict[str, Any] = {"r": 4, "lora_alpha": 10, "use_dora": True}
@@ -80,43 +89,6 @@ def test_a_scaled_variant_scales_its_whole_difference(root: Path) -> None:
         driver.finish()
         check_request(driver, zero, Oracle(model), None, prompt)
         check_request(driver, halves, Oracle(model), folder, prompt)
-
-
-INVOCATION = [41, 42, 43]
-
-
-class ActivatedOracle(Oracle):
-    """PEFT with an aLoRA adapter: it must be told where the adapter begins, or it forgets after the prompt."""
-
-    def stepwise(self, adapter: Path | None, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
-        starts = [i for i in range(len(prompt)) if list(prompt[i : i + 3]) == INVOCATION]
-        tokens = [*prompt, *output[:-1]]
-        if adapter is None or "alora" not in adapter.name:
-            return super().stepwise(adapter, prompt, output)
-        offset = len(tokens) - starts[-1] if starts else None
-        with torch.no_grad():
-            return self._model(adapter)(torch.tensor([tokens]), alora_offsets=[offset]).logits[0]
-
-    def greedy(self, adapter: Path | None, prompt: Sequence[int], count: int) -> list[int]:
-        if adapter is None or "alora" not in adapter.name:
-            return super().greedy(adapter, prompt, count)
-        output: list[int] = []
-        for _ in range(count):
-            output.append(int(self.stepwise(adapter, prompt, [*output, 0])[-1].argmax()))
-        return output
-
-
-def invoking_prompts() -> list[list[int]]:
-    """Invoked at the start, in the middle, at the end, twice, cut off, never; some begin alike for more than a page."""
-    long = make_prompts()[2]
-    return [
-        [*INVOCATION, 9, 8],
-        [*long, *INVOCATION, 17],
-        [*long, *INVOCATION, 17, *long, *INVOCATION],
-        [*long, *INVOCATION, 17, *long, 5],
-        [*long, *INVOCATION[:2]],
-        [*long, *INVOCATION[:2], 44],
-    ]
 
 
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])

@@ -21,6 +21,9 @@ PLAIN = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_p
 PLAIN_FUSED = PLAIN | {"target_modules": ["qkv_proj", "down_proj"]}
 
 
+INVOCATION = [41, 42, 43]
+
+
 def make_variant(
     model_folder: Path, folder: Path, seed: int, *, new_tokens: int = 0, save_embeddings: bool = False, **lora: Any
 ) -> Path:
@@ -89,9 +92,11 @@ def check_variant(
     plain: dict[str, Any] = PLAIN,
     oracle: Oracle | None = None,
     prompts: list[list[int]] | None = None,
+    served: Path | None = None,
 ) -> None:
     """Alone, in a mixed batch beside the base and a plain adapter, and after eviction and reload: all equal PEFT."""
     oracle = oracle or Oracle(model)
+    served = served or model  # the same weights in another container
     plain_folder = root / "plain"
     if not plain_folder.exists():
         make_adapter(model, plain_folder, 77, **plain)
@@ -100,7 +105,7 @@ def check_variant(
     known = [within_vocabulary(prompt) for prompt in prompts]
     assert any(oracle.greedy(variant, p, COUNT) != oracle.greedy(None, p, COUNT) for p in known)
     folders = {"variant": variant, "plain": plain_folder, None: None}
-    with Driver(engine_config(model, kernels=kernels, scheduler={"prefill_chunk": 16})) as driver:
+    with Driver(engine_config(served, kernels=kernels, scheduler={"prefill_chunk": 16})) as driver:
         driver.load("variant", variant)
         driver.load("plain", plain_folder)
 
@@ -128,3 +133,37 @@ def check_variant(
         for name, prompt, request_id in again:
             check_request(driver, request_id, oracle, folders[name], prompt)
         driver.assert_idle()
+
+
+class ActivatedOracle(Oracle):
+    """PEFT with an aLoRA adapter: it must be told where the adapter begins, or it forgets after the prompt."""
+
+    def stepwise(self, adapter: Path | None, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
+        starts = [i for i in range(len(prompt)) if list(prompt[i : i + 3]) == INVOCATION]
+        tokens = [*prompt, *output[:-1]]
+        if adapter is None or "alora" not in adapter.name:
+            return super().stepwise(adapter, prompt, output)
+        offset = len(tokens) - starts[-1] if starts else None
+        with torch.no_grad():
+            return self._model(adapter)(torch.tensor([tokens]), alora_offsets=[offset]).logits[0]
+
+    def greedy(self, adapter: Path | None, prompt: Sequence[int], count: int) -> list[int]:
+        if adapter is None or "alora" not in adapter.name:
+            return super().greedy(adapter, prompt, count)
+        output: list[int] = []
+        for _ in range(count):
+            output.append(int(self.stepwise(adapter, prompt, [*output, 0])[-1].argmax()))
+        return output
+
+
+def invoking_prompts() -> list[list[int]]:
+    """Invoked at the start, in the middle, at the end, twice, cut off, never; some begin alike for more than a page."""
+    long = make_prompts()[2]
+    return [
+        [*INVOCATION, 9, 8],
+        [*long, *INVOCATION, 17],
+        [*long, *INVOCATION, 17, *long, *INVOCATION],
+        [*long, *INVOCATION, 17, *long, 5],
+        [*long, *INVOCATION[:2]],
+        [*long, *INVOCATION[:2], 44],
+    ]

@@ -16,7 +16,8 @@ from tiny_models import ATTENTION, Oracle, make_adapter, make_model
 from loraserve.engine.client import EngineClient
 from loraserve.engine.messages import AddRequest, RequestOutput
 from loraserve.errors import AdapterRefused, EngineDead, ModelLoadError
-from loraserve.lora.format import content_version, parse_adapter
+from loraserve.lora.format import parse_adapter
+from loraserve.lora.version import content_version
 from loraserve.sampling import SamplingParams
 from loraserve.scheduler.request import AdapterUse
 

@@ -229,3 +229,92 @@ def test_random_lives_read_back_what_they_wrote(page_size: int, prefix_cache: bo
     for row, (_, tokens, done) in rows.items():
         cache.release(row, ids(*tokens[:done]))
     cache.check()
+
+
+def test_pages_before_an_overlay_are_everybodys() -> None:
+    """Shared are whole pages before the first overlay; from there on only who has the same ones, begun alike."""
+    cache = manager(locations=256, rows=8, context=64)
+    tokens = ids(*range(30, 50))
+
+    def cached(*overlays: tuple[int, str]) -> int:
+        return cache.lookup("n", tokens, overlays)
+
+    row = cache.acquire("n", tokens[:-1], [(10, "x")])
+    assert row is not None
+    assert row.num_cached == 0
+    assert cache.extend(row.row, tokens.size)
+    cache.publish(row.row, tokens)
+    assert cached((10, "x")) == 20
+    # The invocation lies in the third page: two are the base's.
+    assert cached() == cached((10, "y")) == cached((9, "x")) == cached((12, "x")) == 8
+    assert cached((7, "x")) == cached((4, "y")) == 4
+    assert cached((3, "x")) == cached((0, "x")) == 0
+    assert cache.lookup("m", tokens, [(10, "x")]) == 0
+    # Another overlay that begins later shares what only the first one had a part in.
+    assert cached((10, "x"), (16, "y")) == cached((16, "y"), (10, "x")) == 16
+    assert cached((10, "x"), (12, "y")) == 12
+    assert cached((10, "x"), (30, "y")) == 20
+    # Who has no overlay brings pages too, and finds those before.
+    plain = cache.acquire("n", tokens[:-1])
+    assert plain is not None
+    assert plain.num_cached == 8
+    assert cache.extend(plain.row, tokens.size)
+    cache.release(plain.row, tokens)
+    assert cached() == cached((20, "z")) == 20
+    assert cached((16, "z")) == 16
+    cache.release(row.row, tokens)
+    cache.check()
+
+
+def test_dropping_takes_an_overlays_pages_and_leaves_those_before_it() -> None:
+    cache = manager(locations=256, rows=8, context=64)
+    tokens = ids(*range(30, 50))
+    for overlays in ([(10, "x")], [(10, "x"), (16, "y")], [(4, "y")], [(10, "w")]):
+        row = cache.acquire("n", tokens[:-1], overlays)
+        assert row is not None
+        assert cache.extend(row.row, tokens.size)
+        cache.release(row.row, tokens)
+    held = cache.acquire("n", tokens, [(10, "w")])
+    assert held is not None
+    assert cache.evictable_pages == 3 + 1 + 4
+    assert cache.drop_namespaces(lambda name: "w" in name) == 0, "a row uses them"
+    assert cache.drop_namespaces(lambda name: "x" in name) == 4
+    assert cache.lookup("n", tokens, [(10, "x")]) == 8
+    assert cache.lookup("n", tokens, [(4, "y")]) == 20
+    cache.check()
+    cache.release(held.row, tokens)
+    assert cache.drop_namespaces(lambda name: "y" in name) == 4
+    cache.check()
+    assert cache.lookup("n", tokens) == 8
+    # A number is never given twice: what was left behind for a row is nobody's now.
+    assert cache.lookup("n", tokens, [(10, "w")]) == 8
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_random_overlays_are_never_mixed_up(page_size: int) -> None:
+    """Each location stores its prefix and which overlays each token had; every row must find its own."""
+    rng = random.Random(page_size)
+    cache = manager(16 * 24, page_size, rows=4, context=64)
+    stored: dict[int, tuple[object, ...]] = {}
+    stem = [rng.randrange(4) for _ in range(40)]
+    reused = 0
+    for step in range(600):
+        tokens = [*stem[: rng.randint(1, 40)], *(rng.randrange(4) for _ in range(rng.randint(1, 8)))]
+        overlays = [(rng.randrange(48), name) for name in rng.sample("xyz", rng.choice([0, 1, 1, 2]))]
+        history = tuple((token, frozenset(n for s, n in overlays if s <= at)) for at, token in enumerate(tokens))
+        lease = cache.acquire("n", ids(*tokens[:-1]), overlays)
+        assert lease is not None
+        assert cache.extend(lease.row, len(tokens))
+        places = cache.table[lease.row, : len(tokens)].tolist()
+        for at in range(lease.num_cached):
+            assert stored[places[at]] == history[: at + 1]
+        reused += lease.num_cached
+        for at in range(lease.num_cached, len(tokens)):
+            stored[places[at]] = history[: at + 1]
+        cache.release(lease.row, ids(*tokens))
+        if rng.random() < 0.02:
+            name = rng.choice("xyz")
+            cache.drop_namespaces(lambda text, name=name: name in text)  # type: ignore[misc]
+        if step % 20 == 0:
+            cache.check()
+    assert reused > 2000

@@ -16,9 +16,10 @@ from typing import Any
 from raw_adapters import GEOMETRY, plain_config, write
 
 from loraserve.lora.files import AdapterFolder
-from loraserve.lora.format import content_version, parse_adapter
+from loraserve.lora.format import parse_adapter
 from loraserve.lora.spec import AdapterSource
 from loraserve.lora.store import AdapterStore
+from loraserve.lora.version import content_version
 
 WATCHED = ("store.py", "registry.py", "workspace.py")
 SOURCE = AdapterSource("local")

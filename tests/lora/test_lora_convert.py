@@ -23,7 +23,8 @@ from loraserve.config import MIB
 from loraserve.errors import AdapterRefused, ConfigError, StorageFailed
 from loraserve.lora import unpickle
 from loraserve.lora.convert import convert_adapter
-from loraserve.lora.format import content_version, parse_adapter
+from loraserve.lora.format import parse_adapter
+from loraserve.lora.version import content_version
 
 HIDDEN, LAYERS = 32, 3
 WEIGHTS = "adapter_model.bin"

@@ -35,9 +35,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from loraserve.errors import AdapterRefused
 from loraserve.kernels.metadata import Kind
 from loraserve.lora.container import TensorReader
-from loraserve.lora.format import content_version, parse_adapter
+from loraserve.lora.format import parse_adapter
 from loraserve.lora.peft_config import FIELD_RULES
 from loraserve.lora.spec import KINDS, AdapterSpec, BaseGeometry, LoadReport
+from loraserve.lora.version import content_version
 
 LINEARS = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
 

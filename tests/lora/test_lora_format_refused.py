@@ -104,7 +104,15 @@ def make_socket(path: Path) -> None:
         os.chdir(here)
 
 
+def blocks(a: object = None, b: object = None, n: object = 2, **more: object) -> dict[str, object]:
+    return {"target_modules_bd_a": a, "target_modules_bd_b": b, "nblocks": n} | more
+
+
 valid = container(plain_tensors())
+EMBED = {
+    f"{PREFIX}model.embed_tokens.lora_embedding_A": Tensor((4, VOCAB)),
+    f"{PREFIX}model.embed_tokens.lora_embedding_B": Tensor((HIDDEN, 4)),
+}
 one = {Q0_A: Tensor((4, HIDDEN)), Q0_B: Tensor((HIDDEN, 4))}
 S1, S2 = "adapter_model-00001-of-00002.safetensors", "adapter_model-00002-of-00002.safetensors"
 
@@ -228,7 +236,42 @@ CASES: dict[str, tuple[str, Build]] = {
     "target-parameters": ("unsupported_variant", config(target_parameters=["mlp.experts.gate_up_proj"])),
     "layer-replication": ("unsupported_variant", config(layer_replication=[[0, 2], [1, 3]])),
     "qalora": ("unsupported_variant", config(use_qalora=True)),
-    "bdlora": ("unsupported_variant", config(use_bdlora={"nblocks": 2})),
+    "bdlora-true": ("invalid_config", config(use_bdlora=True)),
+    "bdlora-list": ("invalid_config", config(use_bdlora=["q_proj"])),
+    "bdlora-no-blocks": ("invalid_config", config(use_bdlora=blocks(b=["q_proj"], n=0))),
+    "bdlora-blocks-text": ("invalid_config", config(use_bdlora=blocks(b=["q_proj"], n="2"))),
+    "bdlora-blocks-huge": ("invalid_config", config(use_bdlora=blocks(b=["q_proj"], n=2**40))),
+    "bdlora-more-blocks-than-rank": ("rank_mismatch", config(use_bdlora=blocks(b=["q_proj"], n=2**30))),
+    "bdlora-pattern-text": ("invalid_config", config(use_bdlora=blocks(b="q_proj"))),
+    "bdlora-too-many-patterns": ("invalid_config", config(use_bdlora=blocks(b=["x"] * 2000))),
+    "bdlora-strict-text": ("invalid_config", config(use_bdlora=blocks(b=["q_proj"], match_strict="no"))),
+    "bdlora-overlap": ("invalid_config", config(use_bdlora=blocks(a=["q_proj"], b=["q_proj"]))),
+    "bdlora-both-factors": ("invalid_config", config(use_bdlora=blocks(a=["q_proj"], b=["self_attn"]))),
+    "bdlora-unknown-part": ("unsupported_variant", config(use_bdlora=blocks(b=["q_proj"], shuffled=True))),
+    "bdlora-empty": ("config_tensor_mismatch", config(use_bdlora={})),
+    "bdlora-strict": ("config_tensor_mismatch", config(use_bdlora=blocks(b=["k_proj"]))),
+    "bdlora-b-is-whole": ("rank_mismatch", config(use_bdlora=blocks(b=["q_proj"]))),
+    "bdlora-a-is-whole": ("shape_mismatch", config(use_bdlora=blocks(a=["q_proj"]))),
+    "bdlora-uneven-rank": ("rank_mismatch", config(use_bdlora=blocks(a=["q_proj"], n=3))),
+    "bdlora-uneven-width": (
+        "shape_mismatch",
+        weights({Q0_A: Tensor((6, HIDDEN)), Q0_B: Tensor((HIDDEN, 2))}, r=6, use_bdlora=blocks(b=["q_proj"], n=3)),
+    ),
+    "bdlora-bias-of-blocks": (
+        "config_tensor_mismatch",
+        weights(
+            {Q0_A: Tensor((4, HIDDEN)), Q0_B: Tensor((HIDDEN, 2)), f"{PREFIX}{Q0}.lora_B.bias": Tensor((HIDDEN,))},
+            lora_bias=True,
+            use_bdlora=blocks(b=["q_proj"]),
+        ),
+    ),
+    "bdlora-dora": ("unsupported_variant", config(use_bdlora=blocks(b=["q_proj"]), use_dora=True)),
+    "bdlora-alora": ("unsupported_variant", config(use_bdlora=blocks(b=["q_proj"]), alora_invocation_tokens=[5])),
+    "bdlora-embed": (
+        "unsupported_variant",
+        weights(EMBED, target_modules=["embed_tokens"], use_bdlora=blocks(b=["q_proj"], match_strict=False)),
+    ),
+    "lora-bias-embed": ("unsupported_variant", weights(EMBED, target_modules=["embed_tokens"], lora_bias=True)),
     "alora-dora": ("unsupported_variant", config(alora_invocation_tokens=[5, 6], use_dora=True)),
     "alora-bias": ("unsupported_variant", config(alora_invocation_tokens=[5, 6], bias="all")),
     "alora-beyond-the-vocabulary": ("invalid_config", config(alora_invocation_tokens=[5, VOCAB])),

@@ -31,9 +31,10 @@ from raw_adapters import (
 )
 
 from loraserve.errors import AdapterError
-from loraserve.lora.format import content_version, parse_adapter
+from loraserve.lora.format import parse_adapter
 from loraserve.lora.peft_config import FIELD_RULES
 from loraserve.lora.spec import AdapterSpec, BaseGeometry
+from loraserve.lora.version import content_version
 
 CASES = int(os.environ.get("LORASERVE_FUZZ", "100"))
 fuzz = settings(

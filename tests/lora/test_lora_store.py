@@ -20,11 +20,12 @@ from loraserve.errors import (
     StorageFailed,
 )
 from loraserve.lora.files import AdapterFolder
-from loraserve.lora.format import content_version, parse_adapter
+from loraserve.lora.format import parse_adapter
 from loraserve.lora.names import AdapterName
 from loraserve.lora.registry import Registry, VersionRecord
 from loraserve.lora.spec import AdapterSource, LoadReport
 from loraserve.lora.store import AdapterStore
+from loraserve.lora.version import content_version
 
 SOURCE = AdapterSource("local", path="some/where")
 

@@ -26,9 +26,10 @@ from raw_adapters import (
 
 from loraserve.errors import AdapterRefused
 from loraserve.inspection import inspect_folder
-from loraserve.lora.format import content_version, parse_adapter
+from loraserve.lora.format import parse_adapter
 from loraserve.lora.spec import AdapterSpec, AddedToken, BaseGeometry, LoadReport
 from loraserve.lora.tables import Table
+from loraserve.lora.version import content_version
 
 EMBED, HEAD = f"{PREFIX}model.embed_tokens", f"{PREFIX}lm_head"
 ROWS = ".token_adapter.trainable_tokens_delta"

@@ -11,8 +11,9 @@ from raw_adapters import GEOMETRY, HIDDEN, INTER, KV, PREFIX, Q0, Tensor, lora, 
 
 from loraserve.errors import AdapterRefused
 from loraserve.lora.container import TensorReader
-from loraserve.lora.format import content_version, parse_adapter
+from loraserve.lora.format import parse_adapter
 from loraserve.lora.spec import BaseGeometry
+from loraserve.lora.version import content_version
 
 QKV = "model.layers.0.self_attn.qkv_proj"
 GATE_UP = "model.layers.1.mlp.gate_up_proj"

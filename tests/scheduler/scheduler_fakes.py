@@ -34,6 +34,14 @@ def root_hash(namespace: str) -> int:
     return zlib.crc32(namespace.encode()) + 1
 
 
+def advance(previous: int, request: Request, position: int, token: int) -> int:
+    """KV of one more token of a request, whose overlays have a part in it from their positions on."""
+    for start, name in request.overlays:
+        if position >= start:
+            previous = chain(previous, zlib.crc32(name.encode()))
+    return chain(previous, token)
+
+
 def next_token(kv: int) -> int:
     """The model's answer after the token whose KV this is."""
     return (kv >> 33) % VOCAB
@@ -42,8 +50,8 @@ def next_token(kv: int) -> int:
 def answer_alone(request: Request, max_context: int) -> list[int]:
     """What the model answers when nothing else exists."""
     kv = root_hash(request.namespace)
-    for token in request.prompt:
-        kv = chain(kv, token)
+    for position, token in enumerate(request.prompt):
+        kv = advance(kv, request, position, token)
     output: list[int] = []
     limit = min(request.params.max_tokens, max_context - request.num_prompt)
     while len(output) < limit:
@@ -51,7 +59,7 @@ def answer_alone(request: Request, max_context: int) -> list[int]:
         output.append(token)
         if (not request.params.ignore_eos and token in request.eos_ids) or token in request.params.stop_token_ids:
             break
-        kv = chain(kv, token)
+        kv = advance(kv, request, request.num_prompt + len(output) - 1, token)
     return output
 
 
@@ -68,7 +76,7 @@ class FakeModel:
         tokens = request.prompt + request.output
         while len(known) < upto:
             previous = known[-1] if known else root_hash(request.namespace)
-            known.append(chain(previous, tokens[len(known)]))
+            known.append(advance(previous, request, len(known), tokens[len(known)]))
         return np.array(known[:upto], np.uint64)
 
     def forward(self, batch: ScheduleBatch, table: np.ndarray, *, broken: bool = False) -> list[int | None]:

@@ -77,7 +77,8 @@ class World:
         """A request that is not added yet. `params` fields and `Request` fields by name."""
         fields = {key: more.pop(key) for key in list(more) if key in SamplingParams.__dataclass_fields__}
         params = SamplingParams(max_tokens=max_tokens, **{"ignore_eos": True, **fields})  # type: ignore[arg-type]
-        uses = tuple(AdapterUse(version, 1.0) for version in versions)
+        starts = more.pop("starts", None) or [0] * len(versions)
+        uses = tuple(AdapterUse(version, 1.0, start) for version, start in zip(versions, starts, strict=True))  # type: ignore[call-overload]
         salt = str(more.pop("salt", ""))
         return Request(
             name, prompt, params, uses, namespace_of(uses, salt), eos_ids=frozenset({EOS}), **more  # type: ignore[arg-type]
@@ -238,6 +239,7 @@ def random_request(rng: random.Random, world: World, name: str) -> Request:
     distinct = list(dict.fromkeys(chosen))
     while sum(world.gate.adapters[v].size for v in distinct) > world.gate.room:  # refused before the scheduler sees it
         distinct.pop()
+    own = random.Random(name)  # a third of the adapters begin in the middle of the prompt
     request = world.request(
         name,
         prompt,
@@ -247,6 +249,7 @@ def random_request(rng: random.Random, world: World, name: str) -> Request:
         stop_token_ids=(3,) if rng.random() < 0.2 else (),
         prompt_logprobs=0 if rng.random() < 0.1 else None,
         salt=rng.choice(["", "", "", "tenant"]),
+        starts=[own.choice([0, 0, own.randrange(len(prompt))]) for _ in distinct],
         tenant=rng.choice("abc"),
         priority=rng.choice([0, 0, 1, -1]),
         arrival=world.clock.now,

@@ -6,7 +6,7 @@ from loraserve.errors import InvalidRequest
 from loraserve.sampling import SamplingParams
 from loraserve.scheduler.deadlines import Deadlines
 from loraserve.scheduler.queue import WaitingQueue
-from loraserve.scheduler.request import AdapterUse, Request, namespace_of, namespace_uses
+from loraserve.scheduler.request import AdapterUse, Request, namespace_of, namespace_uses, overlays_of
 
 A, B = AdapterUse("aaaa", 1.0), AdapterUse("bbbb", 0.5)
 
@@ -21,8 +21,6 @@ def test_everything_that_changes_the_kv_changes_the_namespace() -> None:
         namespace_of((A,)),
         namespace_of((B,)),
         namespace_of((A._replace(scale=2.0),)),
-        namespace_of((A._replace(start=3),)),
-        namespace_of((A._replace(start=4),)),
         namespace_of((A, B)),
         namespace_of((A._replace(scale=0.5), B._replace(scale=1.0))),
         namespace_of((), "salt"),
@@ -32,6 +30,18 @@ def test_everything_that_changes_the_kv_changes_the_namespace() -> None:
     ]
     assert len(set(different)) == len(different)
     assert all(different)
+
+
+def test_what_starts_later_is_no_part_of_the_namespace_but_overlays_it() -> None:
+    late, later = A._replace(start=3), B._replace(start=4)
+    assert namespace_of((late,), "salt") == namespace_of((), "salt")
+    assert namespace_of((A, later)) == namespace_of((A,))
+    assert overlays_of((A, B)) == ()
+    assert overlays_of((later, late)) == ((3, "aaaa*1.0"), (4, "bbbb*0.5"))
+    assert make("r", adapters=(A, later)).overlays == overlays_of((later,))
+    assert namespace_uses(overlays_of((late,))[0][1], "aaaa")
+    with pytest.raises(InvalidRequest):
+        namespace_of((AdapterUse("a*b", 1.0, 5),))
 
 
 def test_what_does_not_change_the_kv_does_not_change_the_namespace() -> None:

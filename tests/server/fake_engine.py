@@ -25,6 +25,8 @@ from loraserve.engine.messages import (
     TokenLogprobs,
 )
 from loraserve.errors import AdapterFault, AdapterRefused, EngineDead, EngineNotReady, LoraserveError
+from loraserve.lora.chat_template import read_chat_template
+from loraserve.lora.files import AdapterFolder
 from loraserve.lora.spec import AdapterSource, BaseGeometry, LoadReport, TargetGeometry
 from loraserve.server.ports import AdapterPlace, Progress, StoredAdapter
 
@@ -282,19 +284,25 @@ class FakeLibrary:
         self.gate: threading.Event | None = None
         self.reported: dict[str, Any] = {}  # fields of the load reports that are not the plain ones
         self.adds = 0
+        self.templates: dict[str, str] = {}
         self._lock = threading.Lock()
 
-    def make(self, name: str, content: str) -> str:
-        """A folder with an adapter of this content; returns its path."""
+    def make(self, name: str, content: str, template: str | None = None) -> str:
+        """A folder with an adapter of this content and chat template; returns its path."""
         folder = self.root / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "weights").write_text(content)
+        if template is not None:
+            (folder / "chat_template.jinja").write_text(template)
         return str(folder)
 
     @staticmethod
     def version_of(content: str) -> str:
         """The version that this content has."""
         return hashlib.sha256(content.encode()).hexdigest()
+
+    def chat_template(self, digest: str) -> str:
+        return self.templates[digest]
 
     def add(self, place: AdapterPlace, progress: Progress) -> StoredAdapter:
         with self._lock:
@@ -323,4 +331,9 @@ class FakeLibrary:
             base_model_name=None,
         )
         report = replace(report, **self.reported)
-        return StoredAdapter(version, Path(place.path), report, AdapterSource("local", path=place.path))
+        template = read_chat_template(AdapterFolder.at(Path(place.path)))
+        digest = None if template is None else self.version_of(template)
+        if digest is not None and template is not None:
+            self.templates[digest] = template
+        source = AdapterSource("local", path=place.path, chat_template=digest)
+        return StoredAdapter(version, Path(place.path), report, source)

@@ -33,6 +33,7 @@ INFO_FIELDS = {
     "requests",
     "loaded_at",
     "last_used_at",
+    "chat_template",
     "warnings",
     "error",
 }

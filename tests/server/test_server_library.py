@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from loraserve.errors import AdapterFault, AdapterRefused, EngineNotReady
+from loraserve.errors import AdapterFault, AdapterRefused, EngineNotReady, NameTaken, StorageFailed
 from loraserve.lora.spec import BaseGeometry, TargetGeometry
 from loraserve.lora.store import AdapterStore
 from loraserve.server.library import StoreLibrary
@@ -92,3 +92,42 @@ def test_the_engine_must_be_up(store: AdapterStore, tmp_path: Path) -> None:
     library = StoreLibrary(store, starting, 64, ())
     with pytest.raises(EngineNotReady):
         library.add(AdapterPlace(path="x"), ignore)
+
+
+def test_a_chat_template_is_kept_for_its_name_beside_a_version_that_is_shared(
+    library: StoreLibrary, store: AdapterStore, tmp_path: Path
+) -> None:
+    folders = [make_adapter(tmp_path / "allowed" / name) for name in "abc"]
+    for folder, template in zip(folders, ("one", "two"), strict=False):
+        (folder / "chat_template.jinja").write_text(template)
+    stored = [library.add(AdapterPlace(path=str(folder)), ignore) for folder in folders]
+    assert len({each.version for each in stored}) == 1
+    digests = [each.source.chat_template for each in stored]
+    assert store.version(stored[0].version).source == stored[0].source
+    assert digests[2] is None
+    assert [library.chat_template(digest) for digest in digests if digest is not None] == ["one", "two"]
+    for name, each in zip("abc", stored, strict=True):
+        store.set_alias(name, each.version, source=each.source)
+    assert [alias.source.chat_template for alias in store.aliases()] == digests
+    # Another template under a name is another thing than was there.
+    with pytest.raises(NameTaken):
+        store.set_alias("a", stored[1].version, source=stored[1].source)
+    store.set_alias("a", stored[1].version, source=stored[1].source, replace=True)
+    assert store.alias("a").source.chat_template == digests[1]
+    assert [use.source.chat_template for use in store.versions_of("a")] == [digests[1], digests[0]]
+    (kept,) = (file for file in (tmp_path / "data" / "templates").iterdir() if file.stem == digests[0])
+    kept.write_text("changed")
+    with pytest.raises(StorageFailed):
+        library.chat_template(str(digests[0]))
+
+
+def test_templates_are_not_looked_at_if_they_are_to_be_ignored(store: AdapterStore, tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "allowed" / "a")
+    (folder / "chat_template.jinja").write_text("x" * 2**20)
+    library = StoreLibrary(store, lambda: GEOMETRY, 64, (tmp_path / "allowed",))
+    with pytest.raises(AdapterRefused) as refused:
+        library.add(AdapterPlace(path=str(folder)), ignore)
+    assert refused.value.code == "config_too_large"
+    assert store.versions() == []
+    library = StoreLibrary(store, lambda: GEOMETRY, 64, (tmp_path / "allowed",), chat_templates=False)
+    assert library.add(AdapterPlace(path=str(folder)), ignore).source.chat_template is None

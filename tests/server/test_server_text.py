@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from fake_engine import SENTENCES, byte_fallback_tokenizer, byte_level_tokenizer
@@ -10,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from loraserve.errors import InvalidRequest
-from loraserve.server.text import Detokenizer, PieceKind, Text
+from loraserve.errors import InvalidRequest, ModelLoadError
+from loraserve.models.demo import find_demo_gguf
+from loraserve.server.text import Detokenizer, PieceKind, Text, load_tokenizer
 
 BYTE_LEVEL = byte_level_tokenizer()
 BYTE_FALLBACK = byte_fallback_tokenizer()
@@ -141,3 +143,13 @@ def test_chat_template_refusals() -> None:
     assert not bare.has_chat_template
     with pytest.raises(InvalidRequest, match="no chat template"):
         bare.render_chat(late, add_generation_prompt=True, continue_final_message=False)
+
+
+def test_the_tokenizer_inside_a_gguf_is_found_by_file_and_by_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").symlink_to(find_demo_gguf())
+    for path in (tmp_path, tmp_path / "model.gguf"):
+        text = Text(load_tokenizer(path))
+        assert text.decode(text.encode("The sky is blue.").ids) == "The sky is blue."
+    (tmp_path / "other.gguf").symlink_to(find_demo_gguf())
+    with pytest.raises(ModelLoadError):
+        load_tokenizer(tmp_path)
