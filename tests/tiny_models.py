@@ -167,8 +167,8 @@ class Oracle:
         with torch.no_grad():
             step = torch.tensor([tokens])
             for _ in range(count):
-                result = model(step, cache=past, use_cache=True)
-                past = result.cache
+                result = model(step, past_key_values=past, use_cache=True)
+                past = result.past_key_values
                 output.append(int(result.logits[0, -1].argmax()))
                 step = torch.tensor([[output[-1]]])
         return output
