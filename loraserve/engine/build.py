@@ -59,12 +59,14 @@ def geometry_of(shape: ModelShape, folder: Path, names: tuple[str, ...]) -> Base
     return BaseGeometry(targets=targets, names=names, tied_head=shape.tie_word_embeddings, folder=str(folder))
 
 
-def build_engine(config: EngineConfig, watch: LogitsWatch | None = None) -> EngineParts:
-    """Load the model, size the pools, wire everything; `watch` sees all logits.
+def build_engine(
+    config: EngineConfig, watch: LogitsWatch | None = None, device: torch.device | None = None
+) -> EngineParts:
+    """Load the model, size the pools, wire everything; `watch` sees all logits, `device` overrides the config's.
 
     Raises named errors for whatever cannot be served.
     """
-    device = resolve_device(config.model.device)
+    device = device or resolve_device(config.model.device)
     path = (
         prepare_demo_model()
         if config.model.model is None

@@ -51,7 +51,9 @@ def plan_memory(config: EngineConfig, device: torch.device, bytes_per_token: int
     """
     host = available_host_memory()
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+        # Explicit sizes need no measurement, and then none of its failures either.
+        sized = config.cache.kv_memory is not None and config.lora.lora_memory is not None
+        free = 0 if sized else torch.cuda.mem_get_info(device)[0]
         kv_share, lora_share, kv_cap = _GPU_KV_SHARE, _GPU_LORA_SHARE, free
     else:
         free = host

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from loraserve.config import format_bytes
 from loraserve.errors import AdapterFault, AdapterNotFound, AdapterRefused, BlendTooLarge, LoraserveError
 from loraserve.kernels.metadata import LoraTables
@@ -70,7 +72,7 @@ class AdapterResidency:
     ) -> None:
         self._pool = pool
         self._clock = clock
-        pin = pool.device.type == "cuda"
+        pin = pool.device.type == "cuda" and torch.cuda.is_available()
         self._host = HostTier(
             host_capacity_bytes, pool.layout, pool.dtype, pin_memory=pin, num_threads=num_loaders, base=base
         )
