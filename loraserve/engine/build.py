@@ -11,10 +11,13 @@ import torch
 
 from loraserve.config import EngineConfig, format_bytes
 from loraserve.engine.adapters import AdapterDesk
+from loraserve.engine.graphs import MAX_BLEND, CudaGraphs, DecodeGraphs, GraphDevice
+from loraserve.engine.location_table import LocationTable
 from loraserve.engine.loop import EngineLoop
 from loraserve.engine.memory import MemoryPlan, plan_memory
 from loraserve.engine.messages import EngineInfo
 from loraserve.engine.runner import LogitsWatch, ModelRunner
+from loraserve.engine.static_step import StaticStep
 from loraserve.errors import ConfigError
 from loraserve.kernels.dispatch import select_ops
 from loraserve.kvcache.manager import CacheManager
@@ -24,7 +27,8 @@ from loraserve.lora.pool import LoraPool
 from loraserve.lora.residency import AdapterResidency
 from loraserve.lora.spec import BaseGeometry, TargetGeometry
 from loraserve.models.base_rows import CheckpointRows
-from loraserve.models.config import ModelShape, load_shape
+from loraserve.models.config import ModelShape, RopeType, load_shape
+from loraserve.models.decoder import Decoder
 from loraserve.models.demo import prepare_demo_model
 from loraserve.models.loading import load_decoder, resolve_dtype, resolve_model_path
 from loraserve.scheduler.scheduler import Scheduler
@@ -60,10 +64,14 @@ def geometry_of(shape: ModelShape, folder: Path, names: tuple[str, ...]) -> Base
 
 
 def build_engine(
-    config: EngineConfig, watch: LogitsWatch | None = None, device: torch.device | None = None
+    config: EngineConfig,
+    watch: LogitsWatch | None = None,
+    device: torch.device | None = None,
+    graph_device: GraphDevice | None = None,
 ) -> EngineParts:
-    """Load the model, size the pools, wire everything; `watch` sees all logits, `device` overrides the config's.
+    """Load the model, size the pools, wire everything; `watch` sees all logits.
 
+    `device` overrides the config's, `graph_device` what captures decode steps (default: CUDA, where it can).
     Raises named errors for whatever cannot be served.
     """
     device = device or resolve_device(config.model.device)
@@ -81,17 +89,25 @@ def build_engine(
     max_context = min(config.model.max_model_len or shape.max_context, shape.max_context)
     per_token = KVCache.bytes_per_location(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
     plan = plan_memory(config, device, per_token, max_context)
-    kv = KVCache(shape.num_layers, plan.kv_tokens, shape.num_kv_heads, shape.head_dim, dtype, device)
+    # One location more than there are to hand out: padding of captured steps writes there.
+    kv = KVCache(shape.num_layers, plan.kv_tokens + 1, shape.num_kv_heads, shape.head_dim, dtype, device)
     cache = CacheManager(config.cache, plan.kv_tokens, config.scheduler.max_running, max_context)
     base = CheckpointRows(path, shape, dtype)
     residency = _residency(config, shape, dtype, device, plan, base)
     geometry = geometry_of(shape, path, _base_names(config, path))
     scheduler = Scheduler(config.scheduler, cache, residency, adapter_wait_limit_s=config.lora.adapter_wait_limit_s)
+    if graph_device is None and config.model.cuda_graphs and device.type == "cuda" and ops.name == "triton":
+        graph_device = CudaGraphs()
+    copies = device.type != "cpu" or graph_device is not None
+    locations = LocationTable(cache.table, cache.take_dirty, device, plan.kv_tokens, copies)
+    graphs = None
+    if graph_device is not None and shape.rope.rope_type is not RopeType.DYNAMIC:
+        graphs = _graphs(config, decoder, kv, residency, locations, graph_device, max_context, plan.kv_tokens)
     # KV computed with weights that are gone would never be asked for again; its pages are worth more free.
     desk = AdapterDesk(residency, geometry, config.lora.max_lora_rank, on_dropped=scheduler.forget_version)
     loop = EngineLoop(
         scheduler=scheduler,
-        runner=ModelRunner(decoder, kv, residency, cache.table, device, watch),
+        runner=ModelRunner(decoder, kv, residency, locations, device, watch, graphs),
         adapters=desk,
         page_size=config.cache.page_size,
         eos_token_ids=frozenset(shape.eos_token_ids),
@@ -122,6 +138,26 @@ def build_engine(
     for line in info.plan:
         logger.info(line)
     return EngineParts(loop=loop, info=info, close=desk.close)
+
+
+def _graphs(
+    config: EngineConfig,
+    decoder: Decoder,
+    kv: KVCache,
+    residency: AdapterResidency,
+    locations: LocationTable,
+    graph_device: GraphDevice,
+    max_context: int,
+    spare_location: int,
+) -> DecodeGraphs:
+    decoder.rotary.reserve(max_context)
+    residency.reserve_tables()
+    step = StaticStep(
+        config.scheduler.max_running, MAX_BLEND, locations.tensor, locations.spare_row, spare_location, max_context
+    )
+    graphs = DecodeGraphs(decoder, kv, residency.tables, step, graph_device)
+    graphs.capture_all()
+    return graphs
 
 
 def _residency(

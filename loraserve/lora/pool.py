@@ -14,7 +14,7 @@ from torch import Tensor
 from loraserve.config import format_bytes
 from loraserve.errors import ConfigError
 from loraserve.kernels.metadata import Kind, LoraTables, LoraTarget, LoraTargetShape
-from loraserve.lora.layout import PoolLayout, RankedAdapter
+from loraserve.lora.layout import VOCABULARY_KINDS, PoolLayout, RankedAdapter
 from loraserve.lora.slab import Demand, Offsets, SlabAllocator, SlabCounts
 from loraserve.lora.weights import StagedAdapter
 
@@ -129,6 +129,11 @@ class LoraPool:
             return False
         return self._slabs.fits(demand, [self._held[slot].counts for slot in freeing])
 
+    def reserve_tables(self) -> None:
+        """Make every table as wide as it can get, so that none is replaced later and captured graphs stay valid."""
+        for kind in self.layout.shapes:
+            self._add_affine(self._target(kind, self.layout.max_entries(kind)))
+
     def reserve(self, staged: StagedAdapter) -> PoolReservation | None:
         """Take a slot and all pages for an adapter, or None and nothing taken. Raises `AdapterRefused`.
 
@@ -188,6 +193,7 @@ class LoraPool:
                 if target.affine is not None:
                     target.affine[:, slot] = False
             self.tables.affine_slots.discard(slot)
+            self.tables.vocabulary_slots.discard(slot)
         held._runs = held._rest = None
         self._slabs.free(held.pages)
         heapq.heappush(self._free_slots, slot)
@@ -256,12 +262,19 @@ class LoraPool:
             target.b_pages[:, held.slot, :width] = torch.from_numpy(entries.b).to(self.device, non_blocking=True)
             target.ranks[:, held.slot] = torch.from_numpy(entries.ranks).to(self.device, non_blocking=True)
             if entries.affine.any():
-                if target.affine is None:
-                    target.affine = torch.zeros_like(target.ranks, dtype=torch.bool)
+                self._add_affine(target)
+                assert target.affine is not None
                 target.affine[:, held.slot] = torch.from_numpy(entries.affine).to(self.device, non_blocking=True)
                 self.tables.affine_slots.add(held.slot)
+            if kind in VOCABULARY_KINDS:
+                self.tables.vocabulary_slots.add(held.slot)
         held.written = True
         held._runs = None
+
+    def _add_affine(self, target: LoraTarget) -> None:
+        if target.affine is None:
+            target.affine = torch.zeros_like(target.ranks, dtype=torch.bool)
+            self.tables.revision += 1
 
     def _target(self, kind: Kind, width: int) -> LoraTarget:
         """The kind's target, with page tables of at least `width` entries."""
@@ -277,11 +290,14 @@ class LoraPool:
                 in_features=shape.in_features,
                 out_features=shape.out_features,
                 out_offset=shape.out_offset,
+                alignment=self.layout.alignment(kind),
             )
             self.tables.targets[kind] = target
+            self.tables.revision += 1
         if target.a_pages.shape[2] < width:
             target.a_pages = self._widened(target.a_pages, width)
             target.b_pages = self._widened(target.b_pages, width)
+            self.tables.revision += 1
         return target
 
     def _page_table(self, num_layers: int, width: int) -> Tensor:

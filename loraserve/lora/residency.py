@@ -228,6 +228,10 @@ class AdapterResidency:
         """Whether the loader or the copying has work that goes on without any request."""
         return bool(self._host.num_fetching or self._device.uploading or self._events)
 
+    def reserve_tables(self) -> None:
+        """Make the kernels' tables once for all: see `LoraPool.reserve_tables`."""
+        self._pool.reserve_tables()
+
     def require_room(self, versions: list[str]) -> None:
         """Raise `BlendTooLarge` if these versions can never be on the device together, `AdapterNotFound` if unknown."""
         entries = [self._known(version) for version in dict.fromkeys(versions)]
