@@ -78,8 +78,8 @@ DECODE_ATTENTION = {
 EXTEND_ATTENTION = {
     Arch.SM80: {
         64: AttentionTiles(128, 64, 8, 2),
-        128: AttentionTiles(64, 64, 4, 2),
-        256: AttentionTiles(64, 32, 8, 1),
+        128: AttentionTiles(64, 32, 4, 2),
+        256: AttentionTiles(64, 32, 8, 2),
     },
     Arch.SM90: {
         64: AttentionTiles(128, 64, 8, 2),

@@ -14,6 +14,7 @@ from torch import Tensor
 from loraserve.config import format_bytes
 from loraserve.errors import ConfigError
 from loraserve.kernels.metadata import Kind, LoraTables, LoraTarget, LoraTargetShape
+from loraserve.lora.copier import Arrived, Copier, make_copier
 from loraserve.lora.layout import VOCABULARY_KINDS, PoolLayout, RankedAdapter
 from loraserve.lora.slab import Demand, Offsets, SlabAllocator, SlabCounts
 from loraserve.lora.weights import StagedAdapter
@@ -60,6 +61,7 @@ class PoolReservation:
     written: bool = False
     _runs: Iterator[_Run] | None = None
     _rest: _Run | None = None  # the part of a run that did not fit into the last piece
+    _arrived: Arrived | None = None  # once everything is on its way
     _entries: dict[Kind, _KindEntries] = field(default_factory=dict)
 
 
@@ -79,6 +81,7 @@ class LoraPool:
         max_rank: int,
         dtype: torch.dtype,
         device: torch.device,
+        copier: Copier | None = None,
     ) -> None:
         if max_slots < 1:
             raise ConfigError(f"--max-lora-slots must be at least 1, got {max_slots}")
@@ -96,6 +99,7 @@ class LoraPool:
         self._slabs = SlabAllocator(num_elements, slab)
         self.storage = torch.empty(self._slabs.num_slabs * slab, dtype=dtype, device=device)
         self.tables = LoraTables()
+        self._copier = copier or make_copier(device)
         self._free_slots = list(range(max_slots))
         self._held: dict[int, PoolReservation] = {}
 
@@ -151,13 +155,15 @@ class LoraPool:
         num_bytes = _elements(demand) * self._itemsize
         held = PoolReservation(slot, num_bytes, pages, self._slabs.counts(pages))
         held._runs = self._plan_runs(held, staged)
+        self._copier.begin()
         self._held[slot] = held
         return held
 
     def write(self, held: PoolReservation, max_bytes: int) -> bool:
         """Copy the next piece, at most `max_bytes` (but at least one element). True once the whole adapter is visible.
 
-        The copies are queued on the current stream, so forwards launched later see them and earlier ones do not.
+        Forwards launched before that do not see it, and none waits for it: once all is on its way, this returns False
+        until the copier says that it has arrived.
         """
         if self._held.get(held.slot) is not held:
             raise ValueError(f"slot {held.slot} was freed while its adapter was being written")
@@ -168,6 +174,9 @@ class LoraPool:
         while True:
             run = held._rest or next(held._runs, None)
             if run is None:
+                held._arrived = held._arrived or self._copier.mark()
+                if not held._arrived():
+                    return False
                 self._publish(held)
                 return True
             if budget == 0:
@@ -175,7 +184,7 @@ class LoraPool:
                 return False
             length = min(budget, run.end - run.begin)
             source = run.source[run.begin : run.begin + length]
-            self.storage[run.offset : run.offset + length].copy_(source, non_blocking=True)
+            self._copier.copy(self.storage[run.offset : run.offset + length], source)
             budget -= length
             held.bytes_written += length * self._itemsize
             rest = run._replace(offset=run.offset + length, begin=run.begin + length)

@@ -261,7 +261,7 @@ class AdapterResidency:
         for entry, error in self._device.write(max_bytes):
             self._fail(entry, error)
         self._host.trim()
-        return bool(self._device.uploading)
+        return bool(self._device.uploading) and not self._device.is_waiting
 
     def take_events(self) -> list[ResidencyEvent]:
         """What happened since the last call, in order."""

@@ -16,8 +16,8 @@ from loraserve.kernels.cpu_backend import CpuOps
 from loraserve.kernels.dispatch import select_ops
 from loraserve.kernels.ops import Ops
 from loraserve.kernels.reference import ReferenceOps
-from loraserve.kernels.triton_backend import TritonOps
 from loraserve.kernels.threads import available_cores, configure_threads
+from loraserve.kernels.triton_backend import TritonOps
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ON_CUDA = "triton" if torch.cuda.is_available() else "reference"
