@@ -14,10 +14,11 @@ from loraserve.engine.adapters import AdapterDesk
 from loraserve.engine.graphs import MAX_BLEND, CudaGraphs, DecodeGraphs, GraphDevice
 from loraserve.engine.location_table import LocationTable
 from loraserve.engine.loop import EngineLoop
-from loraserve.engine.memory import MemoryPlan, plan_memory
+from loraserve.engine.memory import MemoryPlan, plan_memory, step_bytes
 from loraserve.engine.messages import EngineInfo
 from loraserve.engine.runner import LogitsWatch, ModelRunner
 from loraserve.engine.static_step import StaticStep
+from loraserve.engine.warm_up import warm_up
 from loraserve.errors import ConfigError
 from loraserve.kernels.dispatch import select_ops
 from loraserve.kvcache.manager import CacheManager
@@ -88,7 +89,8 @@ def build_engine(
     ops.warm_up()
     max_context = min(config.model.max_model_len or shape.max_context, shape.max_context)
     per_token = KVCache.bytes_per_location(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
-    plan = plan_memory(config, device, per_token, max_context)
+    step_need = step_bytes(shape, config, dtype.itemsize) if device.type == "cuda" else 0
+    plan = plan_memory(config, device, per_token, max_context, step_need)
     # One location more than there are to hand out: padding of captured steps writes there.
     kv = KVCache(shape.num_layers, plan.kv_tokens + 1, shape.num_kv_heads, shape.head_dim, dtype, device)
     cache = CacheManager(config.cache, plan.kv_tokens, config.scheduler.max_running, max_context)
@@ -155,6 +157,7 @@ def _graphs(
     step = StaticStep(
         config.scheduler.max_running, MAX_BLEND, locations.tensor, locations.spare_row, spare_location, max_context
     )
+    warm_up(decoder, kv, residency.tables, locations, spare_location, max_context)
     graphs = DecodeGraphs(decoder, kv, residency.tables, step, graph_device)
     graphs.capture_all()
     return graphs
