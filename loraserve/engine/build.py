@@ -102,6 +102,10 @@ def build_engine(
         graph_device = CudaGraphs()
     copies = device.type != "cpu" or graph_device is not None
     locations = LocationTable(cache.table, cache.take_dirty, device, plan.kv_tokens, copies)
+    if copies and ops.name == "triton":
+        decoder.rotary.reserve(max_context)
+        residency.reserve_tables()
+        warm_up(decoder, kv, residency.tables, locations, plan.kv_tokens, max_context)
     graphs = None
     if graph_device is not None and shape.rope.rope_type is not RopeType.DYNAMIC:
         graphs = _graphs(config, decoder, kv, residency, locations, graph_device, max_context, plan.kv_tokens)
@@ -157,7 +161,6 @@ def _graphs(
     step = StaticStep(
         config.scheduler.max_running, MAX_BLEND, locations.tensor, locations.spare_row, spare_location, max_context
     )
-    warm_up(decoder, kv, residency.tables, locations, spare_location, max_context)
     graphs = DecodeGraphs(decoder, kv, residency.tables, step, graph_device)
     graphs.capture_all()
     return graphs

@@ -18,8 +18,8 @@ from loraserve.kernels.triton_configs import (
     SPLITS,
     Arch,
     arch_of,
+    attention_tiles,
     dot_precision,
-    head_class,
     power_of_two,
     splits_for,
 )
@@ -134,7 +134,7 @@ class TritonOps(ReferenceOps):
         num, heads, head_dim = batch.num_decode, q.shape[1], q.shape[2]
         kv_heads = k_cache.shape[1]
         group = heads // kv_heads
-        tiles = DECODE_ATTENTION[self.arch][head_class(head_dim)]
+        tiles = attention_tiles(DECODE_ATTENTION, self.arch, head_dim, q.dtype)
         longest = batch.max_seq_len if window is None else min(window, batch.max_seq_len)
         splits = splits_for(num * kv_heads, self._wanted_programs, -(-longest // tiles.block_n))
         block_d = power_of_two(head_dim)
@@ -176,7 +176,7 @@ class TritonOps(ReferenceOps):
         heads, head_dim = q.shape[1], q.shape[2]
         kv_heads = k_cache.shape[1]
         group = heads // kv_heads
-        tiles = EXTEND_ATTENTION[self.arch][head_class(head_dim)]
+        tiles = attention_tiles(EXTEND_ATTENTION, self.arch, head_dim, q.dtype)
         block_m = power_of_two(group, tiles.block_m)
         num_tiles = -(-batch.max_q_len // (block_m // group))
         triton_attention.extend_attention[(num_tiles, kv_heads, batch.seq_lens.shape[0] - batch.num_decode)](

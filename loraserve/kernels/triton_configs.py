@@ -7,7 +7,7 @@ measures them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -124,9 +124,14 @@ def lora_tiles(arch: Arch, num_triples: int, max_segment: int) -> LoraTiles:
     return (DECODE_LORA if is_decode else PREFILL_LORA)[arch]
 
 
-def head_class(head_dim: int) -> int:
-    """The power of two from 64 to 256 whose row of the attention tables holds the head."""
-    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+def attention_tiles(
+    table: dict[Arch, dict[int, AttentionTiles]], arch: Arch, head_dim: int, dtype: torch.dtype
+) -> AttentionTiles:
+    """The row of `DECODE_ATTENTION` or `EXTEND_ATTENTION` for heads of up to 256; float32 halves the tiles."""
+    tiles = table[arch][64 if head_dim <= 64 else 128 if head_dim <= 128 else 256]
+    if dtype is not torch.float32:
+        return tiles
+    return replace(tiles, block_m=max(16, tiles.block_m // 2), block_n=max(16, tiles.block_n // 2), stages=1)
 
 
 def splits_for(programs: int, wanted: int, most: int) -> int:

@@ -16,7 +16,7 @@ class Copier(Protocol):
     """Copies pieces of one adapter after another into the pool."""
 
     def begin(self) -> None:
-        """Pages have changed hands: copies from here on come after all forwards launched so far, which may read them."""
+        """Pages have changed hands: copies from here on come after all forwards launched so far; they may read them."""
         ...
 
     def copy(self, into: Tensor, source: Tensor) -> None:
@@ -48,7 +48,7 @@ class StreamCopier:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """Let the side stream wait (not the host) for the forwards that are under way."""
@@ -61,7 +61,7 @@ class StreamCopier:
 
     def mark(self) -> Arrived:
         """Record an event behind the copies; it is asked, never waited for."""
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event.query
 

@@ -78,6 +78,14 @@ def launch_everything(ops: TritonOps, dtype: torch.dtype) -> None:
         _launch_lora(ops, dtype, num_triples)
 
 
+def launch_float32(ops: TritonOps) -> None:
+    """What takes the most shared memory when elements have four bytes: it must still fit."""
+    for head_dim in (128, 256):
+        _launch_attention(ops, torch.float32, head_dim, *HEADS[head_dim])
+    for num_triples in (32, 512):
+        _launch_lora(ops, torch.float32, num_triples)
+
+
 def _launch_attention(ops: TritonOps, dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int) -> None:
     cache = torch.zeros(64, kv_heads, head_dim, dtype=dtype)
     angle = torch.zeros(2, head_dim // 2)
@@ -159,6 +167,7 @@ def main(arch: Arch) -> dict[str, list[dict[str, Any]]]:
         for name, function in vars(module).items()
         if isinstance(function, triton.runtime.JITFunction)
     ]
+    launch_float32(TritonOps(torch.device("cpu"), num_units=100, arch=arch))  # raises where it does not fit
     found: dict[str, list[dict[str, Any]]] = {}
     for dtype in (torch.bfloat16, torch.float16):
         for _, function in kernels:
