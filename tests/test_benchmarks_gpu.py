@@ -13,13 +13,12 @@ DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 
 
 def test_parts_run_on_tiny_shapes_and_verify() -> None:
-    results = gpu.run(["verify", "replay", "cold"], smoke=True)
+    results = gpu.run(["verify", "replay"], smoke=True)
     assert {row["ok"] for row in results["verify"]} == {True}
     assert results["replay"]["ok"]
-    assert results["cold"]["longest_gap_ms"] > 0
     json.dumps(results)
     text = gpu.render(results)
-    assert text.count("###") == 3
+    assert text.count("###") == 2
     assert "| rms_norm |" in text
 
 

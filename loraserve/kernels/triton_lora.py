@@ -49,10 +49,19 @@ def plan_tiles(
 
 
 @triton.jit
+def _multiple(value, ALIGN: tl.constexpr):
+    """`value`, of which the host knows that it is a multiple: so loads and stores may be as wide.
+
+    Arithmetic rather than `tl.multiple_of`, whose mark is lost when the marked operation is simplified away.
+    """
+    return value // ALIGN * ALIGN
+
+
+@triton.jit
 def _rows(storage, pages, row, real, width, PAGE_ROWS: tl.constexpr, ALIGN: tl.constexpr):
     """Pointers to the first elements of rank rows; rows that are not `real` point at the storage's beginning."""
     page = tl.load(pages + row // PAGE_ROWS, mask=real, other=0)
-    return storage + tl.multiple_of(page + (row % PAGE_ROWS).to(tl.int64) * width, ALIGN)
+    return storage + _multiple(page + (row % PAGE_ROWS).to(tl.int64) * width, ALIGN)
 
 
 @triton.jit(do_not_specialize=["layer", "num_triples", "num_slots", "table0", "table1", "table2"])
@@ -194,23 +203,27 @@ def lora_expand(
         return
     pages += entry * table
 
+    # Loads under way together; long tiles are hardly ever split and have no registers to spare.
+    TOGETHER: tl.constexpr = 4 if BLOCK_M <= 16 else 1
     m = tl.arange(0, BLOCK_M)
     token, weight, present = _owners(tokens, weights, rounds, this_round, first, count, ROUNDS, BLOCK_M)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = n < width
+    inside = n < _multiple(width, ALIGN)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for r0 in range(0, rank, BLOCK_R):
         r = r0 + tl.arange(0, BLOCK_R)
         has = r < rank
         left = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-        for piece in range(pieces):
-            row = num_triples.to(tl.int64) * (piece * NUM_TARGETS + target) + first + m
-            part = shrunk + row[:, None] * rank_cap + r[None, :]
-            left += tl.load(part, mask=present[:, None] & has[None, :], other=0.0)
+        for some in range(0, pieces, TOGETHER):
+            for i in tl.static_range(TOGETHER):
+                piece = some + i
+                row = num_triples.to(tl.int64) * (piece * NUM_TARGETS + target) + first + m
+                due = (present & (m * 0 + piece < pieces))[:, None] & has[None, :]
+                left += tl.load(shrunk + row[:, None] * rank_cap + r[None, :], mask=due, other=0.0)
         b_rows = _rows(storage, pages, r, has, width, PAGE_ROWS, ALIGN)
         right = tl.load(b_rows[:, None] + n[None, :], mask=has[:, None] & inside[None, :], other=0.0)
         total = tl.dot(left.to(right.dtype), right, total, input_precision=PRECISION)
-    where = y + token[:, None] * y_width + (tl.multiple_of(column, ALIGN_Y) + n)[None, :]
+    where = y + token[:, None] * y_width + (_multiple(column, ALIGN_Y) + n)[None, :]
     both = present[:, None] & inside[None, :]
     before = tl.load(where, mask=both, other=0.0).to(tl.float32)
     tl.store(where, (before + weight[:, None] * total).to(y.dtype.element_ty), mask=both)
@@ -241,12 +254,12 @@ def lora_affine(
     pages = b_pages + entry * table
     token, weight, present = _owners(tokens, weights, rounds, this_round, first, count, ROUNDS, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = n < width
+    inside = n < _multiple(width, ALIGN)
     gain_row = _rows(storage, pages, rank, rank >= 0, width, PAGE_ROWS, ALIGN)
     shift_row = _rows(storage, pages, rank + 1, rank >= 0, width, PAGE_ROWS, ALIGN)
     gain = tl.load(gain_row + n, mask=inside, other=0.0).to(tl.float32)
     shift = tl.load(shift_row + n, mask=inside, other=0.0).to(tl.float32)
-    where = token[:, None] * y_width + (tl.multiple_of(column, ALIGN_Y) + n)[None, :]
+    where = token[:, None] * y_width + (_multiple(column, ALIGN_Y) + n)[None, :]
     both = present[:, None] & inside[None, :]
     own = tl.load(base + where, mask=both, other=0.0).to(tl.float32)
     before = tl.load(y + where, mask=both, other=0.0).to(tl.float32)

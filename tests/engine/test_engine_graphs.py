@@ -99,7 +99,8 @@ def test_one_set_of_graphs_serves_every_mix(root: Path) -> None:
 
 def test_what_a_graph_cannot_hold_runs_without(root: Path) -> None:
     device = EagerGraphs()
-    with PretendCuda(), Driver(engine_config(root / "model", kernels="reference"), DEVICE, device) as driver:
+    config = engine_config(root / "model", kernels="reference", scheduler={"max_running": 1})
+    with PretendCuda(), Driver(config, DEVICE, device) as driver:
         for name in ADAPTERS:
             driver.load(name, root / name)
         copies = []
@@ -115,7 +116,7 @@ def test_what_a_graph_cannot_hold_runs_without(root: Path) -> None:
 
 
 def test_logprobs_come_from_the_replayed_logits(root: Path) -> None:
-    config = engine_config(root / "model", kernels="reference")
+    config = engine_config(root / "model", kernels="reference", scheduler={"max_running": 1})
     answers = []
     for device in (EagerGraphs(), None):
         with PretendCuda(), Driver(config, DEVICE, device) as driver:
