@@ -101,7 +101,7 @@ SHARED_MEMORY = {Arch.SM80: 99 * 1024, Arch.SM90: 227 * 1024, Arch.SM100: 227 * 
 
 # Multiplications and additions become one instruction; Triton is about to change its own default.
 OPTIONS = {"enable_fp_fusion": True}
-AFFINE_COLUMNS, AFFINE_WARPS = 32, 4
+AFFINE_COLUMNS, AFFINE_WARPS = 64, 4
 
 # How a kernel may be split over one dimension to fill the machine: few values, so that few variants are compiled.
 SPLITS = (1, 4, 16)
