@@ -155,14 +155,18 @@ def _graphs(
     graph_device: GraphDevice,
     max_context: int,
     spare_location: int,
-) -> DecodeGraphs:
+) -> DecodeGraphs | None:
     decoder.rotary.reserve(max_context)
     residency.reserve_tables()
     step = StaticStep(
         config.scheduler.max_running, MAX_BLEND, locations.tensor, locations.spare_row, spare_location, max_context
     )
     graphs = DecodeGraphs(decoder, kv, residency.tables, step, graph_device)
-    graphs.capture_all()
+    try:
+        graphs.capture_all()
+    except RuntimeError as error:  # too little memory is one of torch's as well
+        logger.warning("decode steps could not be captured and run without graphs: %s", error)
+        return None
     return graphs
 
 

@@ -61,6 +61,8 @@ def _triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
         return None
     if not torch.cuda.is_available():
         return f"torch finds no GPU for {device}"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return "the Triton kernels need a GPU of compute capability 8.0 or newer"
     try:
         import triton.runtime  # noqa: F401 - an installed triton may still refuse this torch, driver or Python
     except (ImportError, RuntimeError, OSError) as error:

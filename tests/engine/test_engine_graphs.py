@@ -115,6 +115,18 @@ def test_what_a_graph_cannot_hold_runs_without(root: Path) -> None:
         assert len(tokens) == 4
 
 
+class NoRoom(EagerGraphs):
+    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        raise torch.OutOfMemoryError("no room for a graph")
+
+
+def test_an_engine_that_cannot_capture_serves_all_the_same(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = engine_config(root / "model", kernels="reference", scheduler={"max_running": 1})
+    with PretendCuda(), Driver(config, DEVICE, NoRoom()) as driver:
+        assert "run without graphs: no room" in caplog.text
+        assert len(driver.ask([5, 6, 7], max_tokens=3)) == 3
+
+
 def test_logprobs_come_from_the_replayed_logits(root: Path) -> None:
     config = engine_config(root / "model", kernels="reference", scheduler={"max_running": 1})
     answers = []
