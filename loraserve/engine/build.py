@@ -95,25 +95,16 @@ def build_engine(
     kv = KVCache(shape.num_layers, plan.kv_tokens + 1, shape.num_kv_heads, shape.head_dim, dtype, device)
     cache = CacheManager(config.cache, plan.kv_tokens, config.scheduler.max_running, max_context)
     base = CheckpointRows(path, shape, dtype)
-    residency = _residency(config, shape, dtype, device, plan, base)
+    fixed_tables = graph_device is not None or (device.type == "cuda" and ops.name == "triton")
+    residency = _residency(config, shape, dtype, device, plan, base, fixed_tables)
     geometry = geometry_of(shape, path, _base_names(config, path))
     scheduler = Scheduler(config.scheduler, cache, residency, adapter_wait_limit_s=config.lora.adapter_wait_limit_s)
-    if graph_device is None and config.model.cuda_graphs and device.type == "cuda" and ops.name == "triton":
-        graph_device = CudaGraphs()
-    copies = device.type != "cpu" or graph_device is not None
-    locations = LocationTable(cache.table, cache.take_dirty, device, plan.kv_tokens, copies)
-    if copies and ops.name == "triton":
-        decoder.rotary.reserve(max_context)
-        residency.reserve_tables()
-        warm_up(decoder, kv, residency.tables, locations, plan.kv_tokens, max_context)
-    graphs = None
-    if graph_device is not None and shape.rope.rope_type is not RopeType.DYNAMIC:
-        graphs = _graphs(config, decoder, kv, residency, locations, graph_device, max_context, plan.kv_tokens)
+    runner = _runner(config, decoder, kv, residency, cache, max_context, watch, graph_device)
     # KV computed with weights that are gone would never be asked for again; its pages are worth more free.
     desk = AdapterDesk(residency, geometry, config.lora.max_lora_rank, on_dropped=scheduler.forget_version)
     loop = EngineLoop(
         scheduler=scheduler,
-        runner=ModelRunner(decoder, kv, residency, locations, device, watch, graphs),
+        runner=runner,
         adapters=desk,
         page_size=config.cache.page_size,
         eos_token_ids=frozenset(shape.eos_token_ids),
@@ -121,8 +112,26 @@ def build_engine(
         default_timeout_s=config.scheduler.request_timeout_s,
         shareable_context=shape.rope.context_threshold,
     )
+    info = _info(config, path, decoder, dtype, device, geometry, plan, max_context)
+    for line in info.plan:
+        logger.info(line)
+    return EngineParts(loop=loop, info=info, close=desk.close)
+
+
+def _info(
+    config: EngineConfig,
+    path: Path,
+    decoder: Decoder,
+    dtype: torch.dtype,
+    device: torch.device,
+    geometry: BaseGeometry,
+    plan: MemoryPlan,
+    max_context: int,
+) -> EngineInfo:
+    """What the engine tells the server about itself."""
+    shape = decoder.shape
     weights = f"weights         {format_bytes(decoder.num_bytes):>10}  {shape.architecture}, {dtype} on {device}"
-    info = EngineInfo(
+    return EngineInfo(
         model_path=str(path),
         architecture=shape.architecture,
         geometry=geometry,
@@ -131,7 +140,7 @@ def build_engine(
         eos_token_ids=list(shape.eos_token_ids),
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
-        kernels=ops.name,
+        kernels=decoder.ops.name,
         kv_tokens=plan.kv_tokens,
         kv_bytes=plan.kv_bytes,
         page_size=config.cache.page_size,
@@ -141,33 +150,41 @@ def build_engine(
         max_running=config.scheduler.max_running,
         plan=[weights, *plan.lines],
     )
-    for line in info.plan:
-        logger.info(line)
-    return EngineParts(loop=loop, info=info, close=desk.close)
 
 
-def _graphs(
+def _runner(
     config: EngineConfig,
     decoder: Decoder,
     kv: KVCache,
     residency: AdapterResidency,
-    locations: LocationTable,
-    graph_device: GraphDevice,
+    cache: CacheManager,
     max_context: int,
-    spare_location: int,
-) -> DecodeGraphs | None:
-    decoder.rotary.reserve(max_context)
-    residency.reserve_tables()
-    step = StaticStep(
-        config.scheduler.max_running, MAX_BLEND, locations.tensor, locations.spare_row, spare_location, max_context
-    )
-    graphs = DecodeGraphs(decoder, kv, residency.tables, step, graph_device)
-    try:
-        graphs.capture_all()
-    except RuntimeError as error:  # too little memory is one of torch's as well
-        logger.warning("decode steps could not be captured and run without graphs: %s", error)
-        return None
-    return graphs
+    watch: LogitsWatch | None,
+    graph_device: GraphDevice | None,
+) -> ModelRunner:
+    """The model runner; on a GPU with the Triton kernels all is compiled and captured here."""
+    device, spare_location = decoder.weights.embed.device, kv.num_locations - 1
+    is_triton = decoder.ops.name == "triton"
+    if graph_device is None and config.model.cuda_graphs and device.type == "cuda" and is_triton:
+        graph_device = CudaGraphs()
+    copies = device.type != "cpu" or graph_device is not None
+    locations = LocationTable(cache.table, cache.take_dirty, device, spare_location, copies)
+    if copies and is_triton:
+        decoder.rotary.reserve(max_context)
+        warm_up(decoder, kv, residency.tables, locations, spare_location, max_context)
+    graphs = None
+    # Dynamic RoPE takes its frequencies from each step's lengths, on the host.
+    if graph_device is not None and decoder.shape.rope.rope_type is not RopeType.DYNAMIC:
+        decoder.rotary.reserve(max_context)
+        rows = config.scheduler.max_running
+        step = StaticStep(rows, MAX_BLEND, locations.tensor, locations.spare_row, spare_location, max_context)
+        graphs = DecodeGraphs(decoder, kv, residency.tables, step, graph_device)
+        try:
+            graphs.capture_all()
+        except RuntimeError as error:  # too little memory is one of torch's as well
+            logger.warning("decode steps could not be captured and run without graphs: %s", error)
+            graphs = None
+    return ModelRunner(decoder, kv, residency, locations, device, watch, graphs)
 
 
 def _residency(
@@ -177,6 +194,7 @@ def _residency(
     device: torch.device,
     plan: MemoryPlan,
     base: BaseWeights,
+    fixed_tables: bool,
 ) -> AdapterResidency:
     pool = LoraPool(
         shape.lora_targets(),
@@ -187,6 +205,8 @@ def _residency(
         dtype=dtype,
         device=device,
     )
+    if fixed_tables:
+        pool.reserve_tables()
     return AdapterResidency(pool, host_capacity_bytes=plan.host_lora_bytes, base=base)
 
 

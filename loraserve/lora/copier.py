@@ -66,8 +66,11 @@ class StreamCopier:
         return event.query
 
 
+def has_streams(device: torch.device) -> bool:
+    """Whether the device is a GPU that torch can use: copies run beside it, from pinned memory."""
+    return device.type == "cuda" and torch.cuda.is_available()
+
+
 def make_copier(device: torch.device) -> Copier:
     """A side stream where there is a GPU to have one."""
-    if device.type == "cuda" and torch.cuda.is_available():
-        return StreamCopier(device)
-    return DirectCopier()
+    return StreamCopier(device) if has_streams(device) else DirectCopier()

@@ -12,12 +12,11 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from loraserve.config import format_bytes
 from loraserve.errors import AdapterFault, AdapterNotFound, AdapterRefused, BlendTooLarge, LoraserveError
 from loraserve.kernels.metadata import LoraTables
 from loraserve.lora.affine import BaseWeights
+from loraserve.lora.copier import has_streams
 from loraserve.lora.placement import DeviceTier
 from loraserve.lora.pool import LoraPool
 from loraserve.lora.spec import AdapterSpec
@@ -72,7 +71,7 @@ class AdapterResidency:
     ) -> None:
         self._pool = pool
         self._clock = clock
-        pin = pool.device.type == "cuda" and torch.cuda.is_available()
+        pin = has_streams(pool.device)
         self._host = HostTier(
             host_capacity_bytes, pool.layout, pool.dtype, pin_memory=pin, num_threads=num_loaders, base=base
         )
@@ -227,10 +226,6 @@ class AdapterResidency:
     def busy(self) -> bool:
         """Whether the loader or the copying has work that goes on without any request."""
         return bool(self._host.num_fetching or self._device.uploading or self._events)
-
-    def reserve_tables(self) -> None:
-        """Make the kernels' tables once for all: see `LoraPool.reserve_tables`."""
-        self._pool.reserve_tables()
 
     def require_room(self, versions: list[str]) -> None:
         """Raise `BlendTooLarge` if these versions can never be on the device together, `AdapterNotFound` if unknown."""
