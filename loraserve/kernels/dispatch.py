@@ -53,12 +53,15 @@ def _triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"{dtype} is not a floating-point type"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (the extra `gpu` brings it)"
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type == "cpu":
-        if os.environ.get("TRITON_INTERPRET") != "1":
+        if not is_interpreted:
             return "the Triton kernels need a GPU; on a CPU they run only to be tested, with TRITON_INTERPRET=1 set"
         if dtype is torch.bfloat16:
             return "Triton's interpreter multiplies bfloat16 matrices wrongly; use float32 or float16"
         return None
+    if is_interpreted:
+        return "with TRITON_INTERPRET=1 set Triton interprets its kernels on the CPU"
     if not torch.cuda.is_available():
         return f"torch finds no GPU for {device}"
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):

@@ -20,7 +20,6 @@ from loraserve.kernels.threads import available_cores, configure_threads
 from loraserve.kernels.triton_backend import TritonOps
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-ON_CUDA = "triton" if torch.cuda.is_available() else "reference"
 
 
 @pytest.mark.parametrize(
@@ -29,8 +28,8 @@ ON_CUDA = "triton" if torch.cuda.is_available() else "reference"
         ("auto", CPU, torch.float32, "cpu"),
         ("auto", CPU, torch.bfloat16, "reference"),
         ("auto", CPU, torch.float16, "reference"),
-        ("auto", CUDA, torch.float32, ON_CUDA),
-        ("auto", CUDA, torch.bfloat16, ON_CUDA),
+        ("auto", CUDA, torch.float32, "reference"),
+        ("auto", CUDA, torch.bfloat16, "reference"),
         ("triton", CPU, torch.float32, "triton"),
         ("triton", CPU, torch.float16, "triton"),
         ("cpu", CPU, torch.float32, "cpu"),
@@ -49,6 +48,7 @@ def test_choice(requested, device, dtype, name, caplog):
     [
         ("triton", CPU, torch.bfloat16, "bfloat16 matrices wrongly"),
         ("triton", CPU, torch.int32, "not a floating-point type"),
+        ("triton", CUDA, torch.float16, "interprets its kernels"),
         ("cpu", CUDA, torch.float32, "do not run on cuda"),
         ("cpu", CPU, torch.bfloat16, "float32 only"),
         ("fast", CPU, torch.float32, "unknown"),
