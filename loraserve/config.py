@@ -77,6 +77,7 @@ class ModelConfig:
     dtype: Dtype = option("auto", "Weights and activations; auto: the checkpoint's on a GPU, float32 on a CPU.")
     kernels: Kernels = option("auto", "Which implementation of the operators runs.")
     max_model_len: int | None = option(None, "Longest context in tokens (default: the model's own limit).")
+    cuda_graphs: bool = option(True, "Capture decode steps as CUDA graphs (Triton kernels only).")
     threads: int | None = option(None, "CPU threads of the engine (default: all cores).")
 
     def __post_init__(self) -> None:

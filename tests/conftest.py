@@ -11,6 +11,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+# The Triton kernels run on the CPU, in Triton's interpreter; it must know before anything imports a kernel.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Progress bars of model loading drown what a failed test has to say.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")

@@ -59,10 +59,10 @@ def engine_config(
 class Driver:
     """One engine. `versions` maps the names given to `load` to content hashes."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, device: torch.device | None = None, graph_device: Any = None) -> None:
         self.config = config
         self.logits: dict[str, dict[int, torch.Tensor]] = {}  # request → position → logits [vocab]
-        self.parts: EngineParts = build_engine(config, self._watch)
+        self.parts: EngineParts = build_engine(config, self._watch, device, graph_device)
         self.loop = self.parts.loop
         self.versions: dict[str, str] = {}
         self.answers: dict[str, Answer] = {}

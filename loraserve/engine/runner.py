@@ -10,6 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from loraserve.engine.device_sampler import sample_on_device
+from loraserve.engine.graphs import DecodeGraphs, GraphStep
+from loraserve.engine.location_table import LocationTable
 from loraserve.engine.sampler import Logprobs, SamplingRow, logprobs_of, sample
 from loraserve.kernels.metadata import AttentionBatch
 from loraserve.kvcache.pool import KVCache
@@ -52,23 +55,27 @@ class ModelRunner:
         decoder: Decoder,
         kv: KVCache,
         residency: AdapterResidency,
-        locations: np.ndarray,  # [num_rows, max_context] int32, the level-1 table
+        locations: LocationTable,
         device: torch.device,
         watch: LogitsWatch | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._decoder = decoder
         self._kv = kv
         self._residency = residency
-        self._host_locations = locations
-        # On the CPU the table is shared, not copied; elsewhere each step sends the rows that it needs.
-        self._locations = torch.from_numpy(locations)
+        self._locations = locations
         self._device = device
         self._watch = watch
+        self._graphs = graphs
+        self._sample = sample if device.type == "cpu" else sample_on_device
         self.prompt_logprobs: dict[str, PromptLogprobs] = {}
 
-    def prepare(self, batch: ModelWorkerBatch) -> ForwardBatch:
-        """Put a step's arrays on the device."""
+    def prepare(self, batch: ModelWorkerBatch) -> ForwardBatch | GraphStep:
+        """Put a step's arrays on the device, in a captured graph's own if one can run it."""
         slots = [[(self._residency.slot(use.version), use.scale) for use in adapters] for adapters in batch.adapters]
+        self._locations.update()
+        if self._graphs is not None and (step := self._graphs.prepare(batch, slots)) is not None:
+            return step
         affine, replaced = self._residency.tables.affine_slots, self._residency.tables.replaced
         sampled = np.flatnonzero(batch.sample)
         last = (batch.q_indptr[1:] - 1)[sampled].astype(np.int64)
@@ -87,30 +94,40 @@ class ModelRunner:
             rows_logits=plan_logits_rows(replaced, sampled_slots, logits_indptr, self._device),
         )
 
-    def execute(self, batch: ModelWorkerBatch, forward: ForwardBatch) -> StepOutput:
+    def execute(self, batch: ModelWorkerBatch, prepared: ForwardBatch | GraphStep) -> StepOutput:
         """Compute the step and choose the next token of every sequence that is due one."""
-        tables = self._residency.tables
-        hidden = self._decoder.forward(forward, self._kv, tables)
-        self._collect_prompt_logprobs(batch, hidden)
         tokens: list[int | None] = [None] * len(batch.requests)
         logprobs: list[Logprobs | None] = [None] * len(batch.requests)
         broken: list[int] = []
         due = np.flatnonzero(batch.sample).tolist()
-        if due:
-            logits = self._decoder.logits(hidden[forward.logits_rows], tables, forward.lora_logits, forward.rows_logits)
+        logits = self._logits(batch, prepared)
+        if logits is not None:
             widths = [self._vocab_size(batch, i) for i in due]
             if self._watch is not None:
                 for row, i in enumerate(due):
                     at = int(batch.positions[batch.q_indptr[i + 1] - 1])
                     self._watch(batch.requests[i].id, at, logits[row : row + 1, : widths[row]])
             rows = [_sampling_row(batch.requests[i], width) for i, width in zip(due, widths, strict=True)]
-            chosen = sample(logits, rows)
+            chosen = self._sample(logits, rows)
             for i, token in zip(due, chosen, strict=True):
                 tokens[i] = token
                 if token is None:
                     broken.append(i)
             self._sampled_logprobs(batch, due, logits, chosen, logprobs)
         return StepOutput(tokens, logprobs, broken)
+
+    def _logits(self, batch: ModelWorkerBatch, prepared: ForwardBatch | GraphStep) -> Tensor | None:
+        """Run the model; logits of the sequences that are due a token, None if none is."""
+        if isinstance(prepared, GraphStep):
+            assert self._graphs is not None
+            return self._graphs.run(prepared)
+        tables = self._residency.tables
+        hidden = self._decoder.forward(prepared, self._kv, tables)
+        self._collect_prompt_logprobs(batch, hidden)
+        if not batch.sample.any():
+            return None
+        rows = prepared.rows_logits
+        return self._decoder.logits(hidden[prepared.logits_rows], tables, prepared.lora_logits, rows)
 
     def take_prompt_logprobs(self, request: Request) -> list[Logprobs | None] | None:
         """A prompt's log-probabilities, once, as soon as all are known; None before and after."""
@@ -133,19 +150,14 @@ class ModelRunner:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
 
     def _attention(self, batch: ModelWorkerBatch) -> AttentionBatch:
-        max_seq_len = int(batch.seq_lens.max())
         q_lens = np.diff(batch.q_indptr)
-        req_rows, locations = batch.req_rows, self._locations
-        if self._device.type != "cpu":
-            locations = self._tensor(self._host_locations[batch.req_rows, :max_seq_len])
-            req_rows = np.arange(len(batch.req_rows), dtype=np.int32)
         return AttentionBatch(
-            req_rows=self._tensor(req_rows),
+            req_rows=self._tensor(batch.req_rows),
             q_indptr=self._tensor(batch.q_indptr),
             seq_lens=self._tensor(batch.seq_lens),
-            locations=locations,
+            locations=self._locations.tensor,
             num_decode=batch.num_decode,
-            max_seq_len=max_seq_len,
+            max_seq_len=int(batch.seq_lens.max()),
             max_q_len=int(q_lens.max()),
         )
 

@@ -134,10 +134,11 @@ class CpuOps:
         batch: AttentionBatch,
         scale: float,
         window: int | None,
+        soft_cap: float | None = None,
     ) -> Tensor:
         """q: [n, heads, head_dim] → new [n, heads·head_dim]. Semantics: see the reference."""
-        if not _is_plain(q, k_cache, v_cache):
-            return self._reference.attention(q, k_cache, v_cache, batch, scale, window)
+        if soft_cap is not None or not _is_plain(q, k_cache, v_cache):
+            return self._reference.attention(q, k_cache, v_cache, batch, scale, window, soft_cap)
         if self._attention is None or self._attention.batch is not batch:
             self._attention = _AttentionStep(batch)
         plans = self._attention.plans

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ class Backend(NamedTuple):
     """A row of the table: why it cannot run here (None if it can), and how to make it."""
 
     obstacle: Callable[[torch.device, torch.dtype], str | None]
-    make: Callable[[], Ops]
+    make: Callable[[torch.device], Ops]
 
 
 def select_ops(requested: Kernels, device: torch.device, dtype: torch.dtype) -> Ops:
@@ -32,20 +33,44 @@ def select_ops(requested: Kernels, device: torch.device, dtype: torch.dtype) -> 
     """
     if requested != "auto" and requested not in _BACKENDS:
         raise ConfigError(f"--kernels {requested} is unknown; choose auto, {', '.join(_BACKENDS)}")
-    candidates = list(_BACKENDS) if requested == "auto" else [requested]
+    candidates: list[str] = [requested]
+    if requested == "auto":
+        # On a CPU the Triton kernels are interpreted, which is for tests that ask for it.
+        candidates = [name for name in _BACKENDS if name != "triton" or device.type != "cpu"]
     reason = None
     for name in candidates:
         backend = _BACKENDS[name]
         reason = backend.obstacle(device, dtype)
         if reason is None:
-            ops = backend.make()
+            ops = backend.make(device)
             logger.info("operators: %s (%s requested) on %s, %s", ops.name, requested, device, dtype)
             return ops
     raise ConfigError(f"--kernels {requested} cannot be used: {reason}")
 
 
 def _triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    return "the Triton kernels are not built yet; use auto or reference"
+    if not dtype.is_floating_point:
+        return f"{dtype} is not a floating-point type"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (the extra `gpu` brings it)"
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type == "cpu":
+        if not is_interpreted:
+            return "the Triton kernels need a GPU; on a CPU they run only to be tested, with TRITON_INTERPRET=1 set"
+        if dtype is torch.bfloat16:
+            return "Triton's interpreter multiplies bfloat16 matrices wrongly; use float32 or float16"
+        return None
+    if is_interpreted:
+        return "with TRITON_INTERPRET=1 set Triton interprets its kernels on the CPU"
+    if not torch.cuda.is_available():
+        return f"torch finds no GPU for {device}"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return "the Triton kernels need a GPU of compute capability 8.0 or newer"
+    try:
+        import triton.runtime  # noqa: F401 - an installed triton may still refuse this torch, driver or Python
+    except (ImportError, RuntimeError, OSError) as error:
+        return f"triton cannot be imported: {error}"
+    return None
 
 
 def _cpu_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -66,18 +91,20 @@ def _reference_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     return None if dtype.is_floating_point else f"{dtype} is not a floating-point type"
 
 
-def _make_cpu() -> Ops:
+def _make_cpu(device: torch.device) -> Ops:
     from loraserve.kernels.cpu_backend import CpuOps
 
     return CpuOps()
 
 
-def _make_triton() -> Ops:
-    raise ConfigError("the Triton kernels are not built yet; use auto or reference")
+def _make_triton(device: torch.device) -> Ops:
+    from loraserve.kernels.triton_backend import TritonOps
+
+    return TritonOps(device)
 
 
 _BACKENDS: dict[str, Backend] = {
     "triton": Backend(_triton_obstacle, _make_triton),
     "cpu": Backend(_cpu_obstacle, _make_cpu),
-    "reference": Backend(_reference_obstacle, ReferenceOps),
+    "reference": Backend(_reference_obstacle, lambda device: ReferenceOps()),
 }

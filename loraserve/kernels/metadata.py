@@ -60,6 +60,7 @@ class LoraSegments:
     indptr: Tensor  # [num_segments + 1] int32
     max_segment: int  # largest number of triples in one segment, known on the host
     affine: bool = True  # False: the host knows that no slot has gain and shift rows, so `lora_affine` is not needed
+    max_per_token: int | None = None  # largest number of segments that one token is in; None: the host does not know
 
 
 class LoraTargetShape(NamedTuple):
@@ -96,6 +97,7 @@ class LoraTarget:
     out_features: int
     out_offset: int = 0  # first column of the fused output that this projection writes
     affine: Tensor | None = None  # [num_layers, num_slots] bool; None: no slot has had gain and shift rows yet
+    alignment: int = 1  # pages start at multiples of so many elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,8 @@ class LoraTables:
     targets: dict[Kind, LoraTarget] = field(default_factory=dict)
     affine_slots: set[int] = field(default_factory=set)  # slots with gain and shift rows of any kind
     replaced: dict[int, dict[str, SlotRows]] = field(default_factory=dict)  # slot → table of `lora.tables` → its rows
+    vocabulary_slots: set[int] = field(default_factory=set)  # slots that target embed or lm_head
+    revision: int = 0  # grows when a target is added or a tensor of one replaced
 
     def group(self, *kinds: Kind) -> tuple[LoraTarget, ...]:
         """Targets of `kinds` that any slot uses at all, in order."""

@@ -69,10 +69,12 @@ class Ops(Protocol):
         batch: AttentionBatch,
         scale: float,
         window: int | None,
+        soft_cap: float | None = None,
     ) -> Tensor:
         """Causal attention of each sequence's new tokens over its whole context in the cache.
 
-        q: [n, heads, head_dim] → new [n, heads·head_dim]. `window` w: position p sees positions > p − w.
+        q: [n, heads, head_dim] → new [n, heads·head_dim]. `window` w: position p sees positions > p − w. `soft_cap` c:
+        a score s becomes c·tanh(s / c).
         """
         ...
 

@@ -115,12 +115,14 @@ class ReferenceOps:
         batch: AttentionBatch,
         scale: float,
         window: int | None,
+        soft_cap: float | None = None,
     ) -> Tensor:
         """Causal attention over the paged cache. q: [n, heads, head_dim] → new [n, heads·head_dim].
 
         Semantics, for token t at position p of sequence s, query head h, KV head h // (heads / kv_heads):
             visible = positions j of s with j ≤ p and, if window is given, j > p − window
-            out[t, h] = Σ_j softmax_j(scale · q[t, h]·K[locations[s, j]]) · V[locations[s, j]]
+            score_j = scale · q[t, h]·K[locations[s, j]];  if soft_cap is given, soft_cap · tanh(score_j / soft_cap)
+            out[t, h] = Σ_j softmax_j(score_j) · V[locations[s, j]]
         """
         out = torch.empty_like(q)
         rows, indptr, lens = batch.req_rows.tolist(), batch.q_indptr.tolist(), batch.seq_lens.tolist()
@@ -135,7 +137,7 @@ class ReferenceOps:
             for first in range(begin, end, block):
                 last = min(first + block, end)
                 position = length - (end - first)
-                out[first:last] = _attend(q[first:last], keys, values, position, scale, window)
+                out[first:last] = _attend(q[first:last], keys, values, position, scale, window, soft_cap)
         return out.flatten(1)
 
     def act_and_mul(self, x: Tensor, activation: str) -> Tensor:
@@ -271,12 +273,22 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, position: int, scale: float, window: int | None) -> Tensor:
+def _attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> Tensor:
     """Softmax attention of q [m, heads, d], whose first row is at `position`, over keys/values [kv_heads, len, d]."""
     num_new, heads, head_dim = q.shape
     kv_heads, length, _ = keys.shape
     grouped = q.float().view(num_new, kv_heads, heads // kv_heads, head_dim)
     scores = torch.einsum("mkgd,kld->kgml", grouped, keys) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     at = torch.arange(position, position + num_new, device=q.device)[:, None]
     seen = torch.arange(length, device=q.device)[None, :]
     hidden = seen > at

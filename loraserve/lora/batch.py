@@ -66,6 +66,7 @@ def build_segments(
         indptr=put(indptr, np.int32),
         max_segment=int(np.diff(indptr).max()),
         affine=affine_slots is None or not affine_slots.isdisjoint(slots.tolist()),
+        max_per_token=int(np.bincount(sequences[kept]).max()),
     )
 
 

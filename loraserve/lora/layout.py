@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from loraserve.errors import AdapterFault, AdapterRefused, ConfigError
 from loraserve.kernels.metadata import Kind, LoraTargetShape
-from loraserve.lora.slab import align, choose_slab
+from loraserve.lora.slab import ALIGNMENT, align, choose_slab
 
 _VOCABULARY_SIDE = {Kind.EMBED: "a", Kind.LM_HEAD: "b"}
+VOCABULARY_KINDS = frozenset(_VOCABULARY_SIDE)
 
 
 class RankedTarget(Protocol):
@@ -85,6 +87,15 @@ class PoolLayout:
     def table_rows(self, kind: Kind) -> int:
         """Rank rows per entry of the kind's page tables."""
         return 1 if kind in _VOCABULARY_SIDE else self.page_rows
+
+    def max_entries(self, kind: Kind) -> int:
+        """Entries of the kind's page tables for the largest rank with gain and shift rows."""
+        return -(-(self.max_rank + 2) // self.table_rows(kind))
+
+    def alignment(self, kind: Kind) -> int:
+        """Every entry of the kind's page tables is a multiple of so many elements."""
+        sides = [side for side in self._sides[kind] if side.rows != self.table_rows(kind)]
+        return math.gcd(ALIGNMENT, *(side.width for side in sides))  # entries inside a page are whole rows apart
 
     def slab_elements(self, num_elements: int) -> int:
         """Slab size for a pool of `num_elements`."""

@@ -35,6 +35,7 @@ class DeviceTier:
         self.pool = pool
         self.resident: dict[str, AdapterEntry] = {}
         self.uploading: dict[str, AdapterEntry] = {}
+        self.is_waiting = False  # whether the last `write` could only wait for what is on its way
         self.num_uploads = 0
         self.num_evictions = 0
         self._clock = clock
@@ -67,6 +68,7 @@ class DeviceTier:
     def write(self, max_bytes: int) -> list[tuple[AdapterEntry, LoraserveError]]:
         """Copy at most `max_bytes` of the adapters being uploaded, longest wait first. → those that failed."""
         failed: list[tuple[AdapterEntry, LoraserveError]] = []
+        self.is_waiting = True
         for entry in sorted(self.uploading.values(), key=lambda e: (e.since, e.order)):
             if max_bytes <= 0:
                 break
@@ -81,6 +83,7 @@ class DeviceTier:
                 failed.append((entry, AdapterFailed("the adapter could not be copied to the device")))
                 continue
             max_bytes -= held.bytes_written - before
+            self.is_waiting &= not done and held.bytes_written == before
             if done:
                 del self.uploading[entry.version]
                 self.resident[entry.version] = entry

@@ -14,7 +14,8 @@ from torch import Tensor
 from loraserve.config import format_bytes
 from loraserve.errors import ConfigError
 from loraserve.kernels.metadata import Kind, LoraTables, LoraTarget, LoraTargetShape, SlotRows
-from loraserve.lora.layout import PoolLayout, RankedAdapter
+from loraserve.lora.copier import Arrived, Copier, make_copier
+from loraserve.lora.layout import VOCABULARY_KINDS, PoolLayout, RankedAdapter
 from loraserve.lora.slab import Demand, Offsets, SlabAllocator, SlabCounts
 from loraserve.lora.weights import StagedAdapter
 
@@ -60,6 +61,7 @@ class PoolReservation:
     written: bool = False
     _runs: Iterator[_Run] | None = None
     _rest: _Run | None = None  # the part of a run that did not fit into the last piece
+    _arrived: Arrived | None = None  # once everything is on its way
     _entries: dict[Kind, _KindEntries] = field(default_factory=dict)
     _replaced: dict[str, SlotRows] = field(default_factory=dict)
 
@@ -80,6 +82,7 @@ class LoraPool:
         max_rank: int,
         dtype: torch.dtype,
         device: torch.device,
+        copier: Copier | None = None,
     ) -> None:
         if max_slots < 1:
             raise ConfigError(f"--max-lora-slots must be at least 1, got {max_slots}")
@@ -97,6 +100,7 @@ class LoraPool:
         self._slabs = SlabAllocator(num_elements, slab)
         self.storage = torch.empty(self._slabs.num_slabs * slab, dtype=dtype, device=device)
         self.tables = LoraTables()
+        self._copier = copier or make_copier(device)
         self._free_slots = list(range(max_slots))
         self._held: dict[int, PoolReservation] = {}
 
@@ -130,6 +134,11 @@ class LoraPool:
             return False
         return self._slabs.fits(demand, [self._held[slot].counts for slot in freeing])
 
+    def reserve_tables(self) -> None:
+        """Make every table as wide as it can get, so that none is replaced later and captured graphs stay valid."""
+        for kind in self.layout.shapes:
+            self._add_affine(self._target(kind, self.layout.max_entries(kind)))
+
     def reserve(self, staged: StagedAdapter) -> PoolReservation | None:
         """Take a slot and all pages for an adapter, or None and nothing taken. Raises `AdapterRefused`.
 
@@ -147,13 +156,15 @@ class LoraPool:
         num_bytes = _elements(demand) * self._itemsize
         held = PoolReservation(slot, num_bytes, pages, self._slabs.counts(pages))
         held._runs = self._plan_runs(held, staged)
+        self._copier.begin()
         self._held[slot] = held
         return held
 
     def write(self, held: PoolReservation, max_bytes: int) -> bool:
         """Copy the next piece, at most `max_bytes` (but at least one element). True once the whole adapter is visible.
 
-        The copies are queued on the current stream, so forwards launched later see them and earlier ones do not.
+        Forwards launched before that do not see it, and none waits for it: once all is on its way, this returns False
+        until the copier says that it has arrived.
         """
         if self._held.get(held.slot) is not held:
             raise ValueError(f"slot {held.slot} was freed while its adapter was being written")
@@ -164,6 +175,9 @@ class LoraPool:
         while True:
             run = held._rest or next(held._runs, None)
             if run is None:
+                held._arrived = held._arrived or self._copier.mark()
+                if not held._arrived():
+                    return False
                 self._publish(held)
                 return True
             if budget == 0:
@@ -171,7 +185,7 @@ class LoraPool:
                 return False
             length = min(budget, run.end - run.begin)
             source = run.source[run.begin : run.begin + length]
-            self.storage[run.offset : run.offset + length].copy_(source, non_blocking=True)
+            self._copier.copy(self.storage[run.offset : run.offset + length], source)
             budget -= length
             held.bytes_written += length * self._itemsize
             rest = run._replace(offset=run.offset + length, begin=run.begin + length)
@@ -190,6 +204,7 @@ class LoraPool:
                     target.affine[:, slot] = False
             self.tables.affine_slots.discard(slot)
             self.tables.replaced.pop(slot, None)
+            self.tables.vocabulary_slots.discard(slot)
         held._runs = held._rest = None
         self._slabs.free(held.pages)
         heapq.heappush(self._free_slots, slot)
@@ -268,14 +283,21 @@ class LoraPool:
             target.b_pages[:, held.slot, :width] = torch.from_numpy(entries.b).to(self.device, non_blocking=True)
             target.ranks[:, held.slot] = torch.from_numpy(entries.ranks).to(self.device, non_blocking=True)
             if entries.affine.any():
-                if target.affine is None:
-                    target.affine = torch.zeros_like(target.ranks, dtype=torch.bool)
+                self._add_affine(target)
+                assert target.affine is not None
                 target.affine[:, held.slot] = torch.from_numpy(entries.affine).to(self.device, non_blocking=True)
                 self.tables.affine_slots.add(held.slot)
+            if kind in VOCABULARY_KINDS:
+                self.tables.vocabulary_slots.add(held.slot)
         if held._replaced:
             self.tables.replaced[held.slot] = held._replaced
         held.written = True
         held._runs = None
+
+    def _add_affine(self, target: LoraTarget) -> None:
+        if target.affine is None:
+            target.affine = torch.zeros_like(target.ranks, dtype=torch.bool)
+            self.tables.revision += 1
 
     def _target(self, kind: Kind, width: int) -> LoraTarget:
         """The kind's target, with page tables of at least `width` entries."""
@@ -291,11 +313,14 @@ class LoraPool:
                 in_features=shape.in_features,
                 out_features=shape.out_features,
                 out_offset=shape.out_offset,
+                alignment=self.layout.alignment(kind),
             )
             self.tables.targets[kind] = target
+            self.tables.revision += 1
         if target.a_pages.shape[2] < width:
             target.a_pages = self._widened(target.a_pages, width)
             target.b_pages = self._widened(target.b_pages, width)
+            self.tables.revision += 1
         return target
 
     def _page_table(self, num_layers: int, width: int) -> Tensor:

@@ -16,6 +16,7 @@ from loraserve.config import format_bytes
 from loraserve.errors import AdapterFault, AdapterNotFound, AdapterRefused, BlendTooLarge, LoraserveError
 from loraserve.kernels.metadata import LoraTables
 from loraserve.lora.affine import BaseWeights
+from loraserve.lora.copier import has_streams
 from loraserve.lora.placement import DeviceTier
 from loraserve.lora.pool import LoraPool
 from loraserve.lora.spec import AdapterSpec
@@ -70,7 +71,7 @@ class AdapterResidency:
     ) -> None:
         self._pool = pool
         self._clock = clock
-        pin = pool.device.type == "cuda"
+        pin = has_streams(pool.device)
         self._host = HostTier(
             host_capacity_bytes, pool.layout, pool.dtype, pin_memory=pin, num_threads=num_loaders, base=base
         )
@@ -255,7 +256,7 @@ class AdapterResidency:
         for entry, error in self._device.write(max_bytes):
             self._fail(entry, error)
         self._host.trim()
-        return bool(self._device.uploading)
+        return bool(self._device.uploading) and not self._device.is_waiting
 
     def take_events(self) -> list[ResidencyEvent]:
         """What happened since the last call, in order."""

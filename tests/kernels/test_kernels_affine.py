@@ -13,14 +13,22 @@ from loraserve.kernels.cpu_backend import CpuOps
 from loraserve.kernels.metadata import LoraTarget
 from loraserve.kernels.ops import Ops
 from loraserve.kernels.reference import ReferenceOps, slot_factors
+from loraserve.kernels.triton_backend import TritonOps
 
 WIDTHS = [(16, 24), (16, 8), (16, 40)]
 RANKS = [[3, 0, 8, 5], [3, 4, 0, 5], [0, 4, 8, 5]]  # per target and slot, gain and shift included below
 
 
-@pytest.fixture(params=["reference", "cpu"])
+BACKENDS = {
+    "reference": ReferenceOps,
+    "cpu": lambda: CpuOps(num_threads=2),
+    "triton": lambda: TritonOps(torch.device("cpu")),
+}
+
+
+@pytest.fixture(params=BACKENDS)
 def ops(request: pytest.FixtureRequest) -> Ops:
-    return ReferenceOps() if request.param == "reference" else CpuOps(num_threads=2)
+    return BACKENDS[request.param]()
 
 
 def affine_targets(seed: int) -> tuple[tuple[LoraTarget, ...], dict[tuple[int, int, int], Tensor]]:

@@ -17,6 +17,7 @@ from loraserve.kernels.dispatch import select_ops
 from loraserve.kernels.ops import Ops
 from loraserve.kernels.reference import ReferenceOps
 from loraserve.kernels.threads import available_cores, configure_threads
+from loraserve.kernels.triton_backend import TritonOps
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -29,6 +30,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
         ("auto", CPU, torch.float16, "reference"),
         ("auto", CUDA, torch.float32, "reference"),
         ("auto", CUDA, torch.bfloat16, "reference"),
+        ("triton", CPU, torch.float32, "triton"),
+        ("triton", CPU, torch.float16, "triton"),
         ("cpu", CPU, torch.float32, "cpu"),
         ("reference", CPU, torch.float32, "reference"),
         ("reference", CUDA, torch.float16, "reference"),
@@ -43,8 +46,9 @@ def test_choice(requested, device, dtype, name, caplog):
 @pytest.mark.parametrize(
     ("requested", "device", "dtype", "reason"),
     [
-        ("triton", CUDA, torch.float16, "not built yet"),
-        ("triton", CPU, torch.float32, "not built yet"),
+        ("triton", CPU, torch.bfloat16, "bfloat16 matrices wrongly"),
+        ("triton", CPU, torch.int32, "not a floating-point type"),
+        ("triton", CUDA, torch.float16, "interprets its kernels"),
         ("cpu", CUDA, torch.float32, "do not run on cuda"),
         ("cpu", CPU, torch.bfloat16, "float32 only"),
         ("fast", CPU, torch.float32, "unknown"),
@@ -56,7 +60,16 @@ def test_a_request_that_cannot_be_met_says_why(requested, device, dtype, reason)
         select_ops(requested, device, dtype)
 
 
-@pytest.mark.parametrize("backend", [ReferenceOps, CpuOps])
+def test_triton_needs_a_gpu_or_the_interpreter(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ConfigError, match="TRITON_INTERPRET=1"):
+        select_ops("triton", CPU, torch.float32)
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="no GPU"):
+            select_ops("triton", CUDA, torch.float32)
+
+
+@pytest.mark.parametrize("backend", [ReferenceOps, CpuOps, TritonOps])
 def test_every_op_exists_with_the_same_parameters(backend):
     methods = [name for name, member in vars(Ops).items() if inspect.isfunction(member) and name[0] != "_"]
     assert len(methods) >= 9
