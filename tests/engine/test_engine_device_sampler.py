@@ -55,6 +55,14 @@ def test_rows_of_all_kinds_in_one_step() -> None:
     assert tokens[1] is tokens[3] is None
 
 
+def test_a_row_draws_from_its_own_vocabulary_alone() -> None:
+    logits = torch.zeros(300, 12)
+    rows = [row._replace(vocab_size=4 if i % 2 else None) for i, row in enumerate(rows_of(300, temperature=1.0))]
+    tokens = sample_on_device(logits, rows)
+    assert set(tokens[1::2]) == {0, 1, 2, 3}
+    assert set(tokens[::2]) == set(range(12))
+
+
 def test_one_wait_for_each_step() -> None:
     with PretendCuda():
         logits = torch.randn(6, 40).to(DEVICE)
