@@ -256,6 +256,13 @@ class AmbiguousVersion(AdapterError):
     code = "ambiguous_version"
 
 
+class NoOlderVersion(AdapterError):
+    """The name has no version before the one that it points at."""
+
+    status = 409
+    code = "no_older_version"
+
+
 class BlendTooLarge(AdapterError):
     """The adapters of one request do not fit the device pool together."""
 

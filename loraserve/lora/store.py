@@ -15,6 +15,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -23,7 +24,8 @@ from loraserve.lora.adapter_files import read_adapter_files
 from loraserve.lora.files import AdapterFolder, read_chunks
 from loraserve.lora.format import content_version, parse_adapter
 from loraserve.lora.names import parse_name
-from loraserve.lora.registry import Alias, Registry, VersionRecord, VersionUse
+from loraserve.lora.records import Visibility
+from loraserve.lora.registry import Alias, NameVersion, Registry, VersionRecord, VersionUse
 from loraserve.lora.spec import AdapterSource, BaseGeometry, LoadReport
 from loraserve.lora.workspace import (
     CopiedFile,
@@ -52,6 +54,7 @@ class AdapterStore:
         self._max_adapter_bytes = max_adapter_bytes
         self._closed = False
         self._close_lock = threading.Lock()
+        self._seen = 0
         with storage_errors("opening it"):
             self._versions.mkdir(parents=True, exist_ok=True)
             with exclusive(self._lock_file):
@@ -59,6 +62,7 @@ class AdapterStore:
                 self._workspace = Workspace(data_dir / "tmp")
                 self._workspace.sweep()
                 orphans = self._take_orphans()
+                self._seen = self._registry.data_version()
             for orphan in orphans:
                 shutil.rmtree(orphan, ignore_errors=True)
 
@@ -141,14 +145,16 @@ class AdapterStore:
         """Delete a version and its files. Raises `AdapterNotFound`, `AdapterInUse` while a name points at it."""
         with storage_errors("deleting an adapter"), exclusive(self._lock_file):
             self._registry.delete_version(version)
-            folder = self._versions / version
-            if folder.exists():
-                grave = self._workspace.new_path()
-                os.rename(folder, grave)
-                fsync_folder(self._versions)
-            else:
-                return
-        shutil.rmtree(grave, ignore_errors=True)
+            graves = self._bury([version])
+        self._empty(graves)
+
+    def delete_unneeded(self, versions: Iterable[str]) -> list[str]:
+        """Delete those of the versions, with their files, that no name has or could be rolled back to; returns them."""
+        with storage_errors("deleting adapters"), exclusive(self._lock_file):
+            gone = self._registry.delete_unneeded(versions)
+            graves = self._bury(gone)
+        self._empty(graves)
+        return gone
 
     # -- names ----------------------------------------------------------------------------------------------------
 
@@ -160,9 +166,34 @@ class AdapterStore:
         source: AdapterSource | None = None,
         pinned: bool = False,
         replace: bool = False,
+        owner: str = "",
+        visibility: Visibility | None = None,
     ) -> Alias:
         """Point a name at a version; see `Registry.set_alias`."""
-        return self._registry.set_alias(name, version, source=source, pinned=pinned, replace=replace)
+        return self._registry.set_alias(
+            name, version, source=source, pinned=pinned, replace=replace, owner=owner, visibility=visibility
+        )
+
+    def roll_back(self, name: str, to: str | None = None) -> Alias:
+        """Point a name at a version that it had; see `Registry.roll_back`."""
+        return self._registry.roll_back(name, to)
+
+    def set_pinned(self, name: str, pinned: bool) -> Alias:
+        """Pin or unpin a name. Raises `AdapterNotFound`."""
+        return self._registry.set_pinned(name, pinned)
+
+    def note_use(self, last_used: Mapping[str, float], tiers: Mapping[str, str] | None = None) -> None:
+        """Record when names were last used and where versions are; see `Registry.note_use`."""
+        self._registry.note_use(last_used, tiers)
+
+    def registered(self) -> list[tuple[Alias, VersionRecord]]:
+        """Every name with its version, by name."""
+        return self._registry.registered()
+
+    def changed_by_others(self) -> bool:
+        """Whether another process has changed the registry since the last call."""
+        seen, self._seen = self._seen, self._registry.data_version()
+        return seen != self._seen
 
     def remove_alias(self, name: str) -> Alias:
         """Take a name away; its version stays. Raises `AdapterNotFound`."""
@@ -184,6 +215,10 @@ class AdapterStore:
         """The history of a name, newest first. Raises `AdapterNotFound` if it never existed."""
         return self._registry.versions_of(name)
 
+    def versions_now(self, name: str) -> list[NameVersion]:
+        """The versions that a name had since it was last removed; see `Registry.versions_now`."""
+        return self._registry.versions_now(name)
+
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _kept_files(self, version: str) -> tuple[CopiedFile, ...] | None:
@@ -204,6 +239,23 @@ class AdapterStore:
             self._workspace.discard(place)
         os.rename(copy, place)
         fsync_folder(self._versions)
+
+    def _bury(self, versions: Iterable[str]) -> list[Path]:
+        """Move the folders of versions out of the way: at once, and durably."""
+        graves = []
+        for version in versions:
+            folder = self._versions / version
+            if folder.exists():
+                graves.append(self._workspace.new_path())
+                os.rename(folder, graves[-1])
+        if graves:
+            fsync_folder(self._versions)
+        return graves
+
+    @staticmethod
+    def _empty(graves: Iterable[Path]) -> None:
+        for grave in graves:
+            shutil.rmtree(grave, ignore_errors=True)
 
     def _take_orphans(self) -> list[Path]:
         """Move folders that no record knows (a crash between move and record, or record and delete) out of the way."""
