@@ -164,6 +164,14 @@ class EngineLoop:
             self._scheduler.abort_version(version, RequestAborted("the adapter was unloaded by force"))
         self._adapters.drop(version, done)
 
+    def prefetch_adapter(self, version: str, idle_s: float) -> None:
+        """Start to bring a version to the device. Raises `AdapterNotFound`."""
+        self._adapters.prefetch(version, idle_s)
+
+    def set_limits(self, lora_memory: int | None, host_lora_memory: int | None) -> None:
+        """Change the memory that adapters may take; what is over goes as soon as nobody needs it."""
+        self._adapters.set_limits(lora_memory, host_lora_memory)
+
     # -- out ------------------------------------------------------------------------------------------------------
 
     def take_outputs(self) -> list[RequestOutput]:
@@ -195,10 +203,17 @@ class EngineLoop:
             lora_bytes_used=lora.device_bytes,
             lora_bytes_total=lora.device_capacity,
             host_lora_bytes_used=lora.host_bytes,
+            host_lora_bytes_total=lora.host_capacity,
             adapters_resident=lora.resident,
             adapters_registered=lora.registered,
             adapter_loads_total=lora.uploads,
             adapter_evictions_total=lora.evictions,
+            adapter_stagings_total=lora.stagings,
+            adapter_host_evictions_total=lora.host_evictions,
+            adapter_failures_total=lora.failures,
+            adapter_hits_total=lora.hits,
+            adapter_misses_total=lora.misses,
+            adapters_by_state=lora.by_state,
             retractions_total=queue.retractions_total,
             prompt_tokens_total=queue.prompt_tokens_total,
             cached_tokens_total=queue.cached_tokens_total,

@@ -19,6 +19,7 @@ from loraserve.errors import (
     StorageFailed,
 )
 from loraserve.lora.history import (
+    HistoryRow,
     NameVersion,
     VersionUse,
     all_uses,
@@ -210,8 +211,7 @@ class Registry:
         """
         with self._transaction() as db:
             alias = self._require_alias(db, name)
-            rows = [row for row in live_rows(db, name) if self._has(db, row.version)]
-            target = step_back(name, rows) if to is None else chosen_step(name, rows, to)
+            target = self._target(db, name, to)
             if target.version != alias.version:
                 now = time.time()
                 db.execute(
@@ -220,6 +220,12 @@ class Registry:
                 )
                 note(db, name, target.version, target.source, now, target.position)
             return self._require_alias(db, name)
+
+    def rollback_target(self, name: str, to: str | None = None) -> str:
+        """The version that `roll_back` would choose now. Raises as it does."""
+        with self._transaction(write=False) as db:
+            self._require_alias(db, name)
+            return self._target(db, name, to).version
 
     def set_pinned(self, name: str, pinned: bool) -> Alias:
         """Pin or unpin a name. Raises `AdapterNotFound`."""
@@ -255,10 +261,15 @@ class Registry:
             aliases = [alias_record(row) for row in db.execute(f"{_ALIAS} ORDER BY name")]
         return [(alias, records[alias.version]) for alias in aliases]
 
-    def data_version(self) -> int:
-        """A number that changes when another connection has changed the file."""
-        with self._lock, _database_errors():
-            return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
+    def data_version(self, *, wait: bool = True) -> int | None:
+        """A number that changes when another connection has changed the file; None if not `wait` and it is in use."""
+        if not self._lock.acquire(blocking=wait):
+            return None
+        try:
+            with _database_errors():
+                return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
+        finally:
+            self._lock.release()
 
     def alias(self, name: str) -> Alias:
         """What a name points at. Raises `AdapterNotFound`."""
@@ -324,6 +335,10 @@ class Registry:
         if row is None:
             raise AdapterNotFound(f"no version {version[:12]} is stored")
         return version_record(row)
+
+    def _target(self, db: sqlite3.Connection, name: str, to: str | None) -> HistoryRow:
+        rows = [row for row in live_rows(db, name) if self._has(db, row.version)]
+        return step_back(name, rows) if to is None else chosen_step(name, rows, to)
 
     def _has(self, db: sqlite3.Connection, version: str) -> bool:
         return db.execute("SELECT 1 FROM versions WHERE version = ?", (version,)).fetchone() is not None

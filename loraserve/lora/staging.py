@@ -12,6 +12,7 @@ import torch
 
 from loraserve.errors import AdapterFault, AdapterRefused, LoraserveError
 from loraserve.lora.affine import BaseWeights
+from loraserve.lora.benefit import host_benefit
 from loraserve.lora.layout import PoolLayout
 from loraserve.lora.states import AdapterEntry, AdapterState
 from loraserve.lora.weights import StagedAdapter, StagingCancelled, StagingTicket, stage
@@ -98,7 +99,7 @@ class HostTier:
     moment. The one exception is a single adapter larger than the whole budget: it may pass through when it is alone.
     Order of staging: adapters that requests wait for, longest wait first; then those merely registered, oldest first;
     nobody overtakes, so a large adapter is not starved by small ones. Room comes from copies nobody waits for, least
-    recently used first, then from copies wanted later than the one that needs room, latest first.
+    worth keeping first, then from copies wanted later than the one that needs room, latest first.
     """
 
     def __init__(
@@ -246,7 +247,7 @@ class HostTier:
                 idle.append(entry)
             elif entry.since > since > float("-inf"):
                 later.append(entry)
-        idle.sort(key=lambda e: (e.pinned, e.last_used))
+        idle.sort(key=lambda e: (e.pinned, host_benefit(e)))
         later.sort(key=lambda e: e.since, reverse=True)
         return idle + later
 

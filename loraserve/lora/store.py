@@ -54,7 +54,7 @@ class AdapterStore:
         self._max_adapter_bytes = max_adapter_bytes
         self._closed = False
         self._close_lock = threading.Lock()
-        self._seen = 0
+        self._seen: int | None = 0
         with storage_errors("opening it"):
             self._versions.mkdir(parents=True, exist_ok=True)
             with exclusive(self._lock_file):
@@ -120,6 +120,10 @@ class AdapterStore:
             raise AdapterRefused(AdapterFault.MISSING_WEIGHTS, f"the files of version {version[:12]} are gone")
         return folder
 
+    def place(self, version: str) -> Path:
+        """Where the files of a version lie if it is stored; nothing is looked up."""
+        return self._versions / version
+
     def version(self, version: str) -> VersionRecord:
         """The record of a version. Raises `AdapterNotFound`."""
         return self._registry.version(version)
@@ -178,6 +182,10 @@ class AdapterStore:
         """Point a name at a version that it had; see `Registry.roll_back`."""
         return self._registry.roll_back(name, to)
 
+    def rollback_target(self, name: str, to: str | None = None) -> str:
+        """The version that `roll_back` would choose now. Raises as it does."""
+        return self._registry.rollback_target(name, to)
+
     def set_pinned(self, name: str, pinned: bool) -> Alias:
         """Pin or unpin a name. Raises `AdapterNotFound`."""
         return self._registry.set_pinned(name, pinned)
@@ -190,10 +198,16 @@ class AdapterStore:
         """Every name with its version, by name."""
         return self._registry.registered()
 
-    def changed_by_others(self) -> bool:
-        """Whether another process has changed the registry since the last call."""
-        seen, self._seen = self._seen, self._registry.data_version()
-        return seen != self._seen
+    def changed_by_others(self, *, wait: bool = True) -> bool:
+        """Whether another process has changed the registry since the last call.
+
+        Without `wait` it never waits for a write of this process; then a change may be told by a later call.
+        """
+        found = self._registry.data_version(wait=wait)
+        if found is None or found == self._seen:
+            return False
+        self._seen = found
+        return True
 
     def remove_alias(self, name: str) -> Alias:
         """Take a name away; its version stays. Raises `AdapterNotFound`."""

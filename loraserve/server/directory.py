@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
 
 from loraserve.errors import (
     AdapterInUse,
     AdapterNotFound,
-    EngineDead,
-    EngineNotReady,
     LoraserveError,
     NameReserved,
     NameTaken,
     RequestAborted,
+    StorageFailed,
 )
+from loraserve.lora.history import NameVersion
 from loraserve.lora.names import check_name
+from loraserve.server.caller import Caller
+from loraserve.server.engine_versions import EngineVersions
+from loraserve.server.entries import Entry, Failure, Flight, LoadOrder, Unloaded
 from loraserve.server.inflight import InFlight, ServedAdapter, wait_event
 from loraserve.server.lora_field import AdapterRef
-from loraserve.server.ports import AdapterLibrary, AdapterPlace, EnginePort, StoredAdapter
+from loraserve.server.ports import AdapterLibrary, AdapterPlace, EnginePort, Registered, StoredAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -32,58 +32,7 @@ KEEP_FAILURE_S = 600.0
 MAX_IMPORTS = 4
 # After its requests were told to end, how long unload waits for the slowest client to take its last event.
 ABORT_GRACE_S = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOrder:
-    """One call to load an adapter under a name."""
-
-    name: str
-    place: AdapterPlace
-    pin: bool = False
-    replace: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Flight:
-    """A load under way. Calls with the same order share it."""
-
-    order: LoadOrder
-    task: asyncio.Task[None] | None = None
-    keep_failure: bool = False
-    bytes_done: int = 0
-    bytes_total: int = 0
-
-    def progress(self, done: int, total: int) -> None:
-        """Called from the importing thread."""
-        self.bytes_done, self.bytes_total = done, total
-
-
-class Failure(NamedTuple):
-    """Why the last load of a name failed, and when (monotonic seconds)."""
-
-    order: LoadOrder
-    error: LoraserveError
-    at: float
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """A name: what it serves now, the load under way, the last load's failure. At least one of them is there."""
-
-    name: str
-    served: ServedAdapter | None = None
-    flight: Flight | None = None
-    failure: Failure | None = None
-
-
-class Unloaded(NamedTuple):
-    """Result of an unload: how many running requests ended by themselves, and how many were ended."""
-
-    name: str
-    version: str | None
-    drained: int
-    aborted: int
+ANYONE = Caller()
 
 
 class AdapterDirectory:
@@ -106,11 +55,10 @@ class AdapterDirectory:
         self._clock = clock
         self._wall = wall
         self._entries: dict[str, Entry] = {}
-        self._uses: Counter[str] = Counter()  # version → names, draining requests and loads that need it
-        self._served_by: dict[str, set[ServedAdapter]] = {}
-        self._installed: dict[str, bool] = {}  # versions that the engine has → whether pinned there
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._versions = EngineVersions(engine)
         self._imports = asyncio.Semaphore(MAX_IMPORTS)
+        # Held while the registry and the entries change together, so that `sync` sees no half of a change.
+        self._names = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # -- look up --------------------------------------------------------------------------------------------------
@@ -126,14 +74,20 @@ class AdapterDirectory:
         """All entries, by name."""
         return [entry for _, entry in sorted(self._entries.items()) if self._is_alive(entry)]
 
-    def served(self) -> list[ServedAdapter]:
-        """What requests can name, by name."""
-        return [entry.served for entry in self.entries() if entry.served is not None]
+    def served(self, tenant: str | None = None) -> list[ServedAdapter]:
+        """What requests (of one tenant) can name, by name."""
+        found = [entry.served for entry in self.entries() if entry.served is not None]
+        return found if tenant is None else [served for served in found if served.is_visible_to(tenant)]
 
-    def resolve(self, ref: AdapterRef, param: str = "lora") -> ServedAdapter:
+    def find(self, name: str) -> ServedAdapter | None:
+        """What a name serves now, if anything."""
+        entry = self._entries.get(name)
+        return None if entry is None else entry.served
+
+    def resolve(self, ref: AdapterRef, param: str = "lora", caller: Caller = ANYONE) -> ServedAdapter:
         """The adapter that a request names. Raises `AdapterNotFound`, or `AdapterInUse` while its load is under way."""
         entry = self._entries.get(ref.name)
-        if entry is None or not self._is_alive(entry):
+        if entry is None or not self._is_alive(entry) or not _may_see(entry, caller.tenant):
             raise AdapterNotFound(f"no adapter is registered as {ref.name!r}", param=param)
         if entry.served is None:
             if entry.flight is not None:
@@ -143,6 +97,29 @@ class AdapterDirectory:
         if ref.prefix is not None and not entry.served.version.startswith(ref.prefix):
             raise AdapterNotFound(f"adapter {ref.name!r} has no version that begins with {ref.prefix}", param=param)
         return entry.served
+
+    async def prepare(self, refs: Iterable[AdapterRef], caller: Caller = ANYONE) -> None:
+        """Before `resolve`: see what other processes registered, and have the engine know what the request names.
+
+        Names that do not exist are left to `resolve`. Raises what the engine says of an adapter.
+        """
+        refs = list(refs)
+        if refs:
+            unknown = any(ref.name not in self._entries for ref in refs)
+            await self._see_changes(thorough=unknown)
+        for ref in refs:
+            entry = self._entries.get(ref.name)
+            served = None if entry is None or not _may_see(entry, caller.tenant) else entry.served
+            if served is not None and not self._versions.has(served.version):
+                await self.warm(served)
+
+    async def warm(self, served: ServedAdapter) -> None:
+        """Have the engine know an adapter that came from the registry. Raises what the engine says of it."""
+        self._versions.use(served.version)
+        try:
+            await self._versions.ensure(served.stored)
+        finally:
+            await self._versions.release(served.stored)
 
     # -- load -----------------------------------------------------------------------------------------------------
 
@@ -175,11 +152,11 @@ class AdapterDirectory:
         try:
             async with self._imports:
                 stored = await asyncio.to_thread(self._library.add, order.place, flight.progress)
-            self._uses[stored.version] += 1
+            self._versions.use(stored.version)
             try:
                 await self._install(entry, order, stored)
             finally:
-                await self._unuse(stored)
+                await self._versions.release(stored)
         except LoraserveError as error:
             self._note_failure(entry, flight, error)
             raise
@@ -200,45 +177,127 @@ class AdapterDirectory:
 
     async def _install(self, entry: Entry, order: LoadOrder, stored: StoredAdapter) -> None:
         before = entry.served
-        same = before is not None and before.version == stored.version
-        if before is not None and not same and not order.replace:
+        if before is not None and before.version != stored.version and not order.replace:
             raise NameTaken(
                 f"{order.name!r} is taken by version {before.version[:12]}; replace it with replace: true", param="name"
             )
-        async with self._lock(stored.version):
-            pinned = order.pin or self._is_pinned(stored.version)
-            if self._installed.get(stored.version) != pinned:
-                await self._engine.load_adapter(stored.version, str(stored.folder), pinned)
-                self._installed[stored.version] = pinned
-            if before is not None and same:
-                before.pinned = before.pinned or order.pin
-                return
-            served = ServedAdapter(order.name, stored, order.pin, self._wall())
-            self._uses[stored.version] += 1
-            self._served_by.setdefault(stored.version, set()).add(served)
-            entry.served = served
-        logger.info("adapter %s serves version %s", order.name, stored.version[:12])
+        pinned = order.pin or (before is not None and before.pinned)
+        await self._versions.ensure(stored, pin=pinned)
+        async with self._names:
+            found = await asyncio.to_thread(
+                self._library.point,
+                order.name,
+                stored,
+                pinned=pinned,
+                replace=order.replace,
+                owner=order.owner,
+                visibility=order.visibility,
+            )
+            self._serve(entry, found)
+
+    def _serve(self, entry: Entry, found: Registered) -> None:
+        """Let a name serve what the registry says."""
+        before = entry.served
+        if before is not None and before.version == found.stored.version:
+            before.pinned, before.owner, before.visibility = found.pinned, found.owner, found.visibility
+            return
+        served = ServedAdapter(
+            found.name,
+            found.stored,
+            found.pinned,
+            found.loaded_at,
+            found.owner,
+            found.visibility,
+            last_used_at=found.last_used_at,
+        )
+        self._versions.bind(served)
+        entry.served = served
+        former = "" if before is None else f" instead of {before.version[:12]}, which stays in its history"
+        logger.info("adapter %s serves version %s%s", entry.name, served.version[:12], former)
         if before is not None:
             self._spawn(self._retire(before))
 
+    # -- versions, pins -------------------------------------------------------------------------------------------
+
+    async def roll_back(self, name: str, to: str | None = None) -> Entry:
+        """Let a name serve a version that it had. Running requests finish on theirs.
+
+        Raises `AdapterNotFound`, `NoOlderVersion`, `AmbiguousVersion`, `AdapterInUse`, and what the engine raises.
+        """
+        entry = self._settled(name)
+        entry.flight = flight = Flight(LoadOrder(name=name, place=AdapterPlace()))
+        flight.task = self._spawn(self._roll_back(entry, to))
+        await asyncio.shield(flight.task)
+        return entry
+
+    async def _roll_back(self, entry: Entry, to: str | None) -> None:
+        try:
+            stored = await asyncio.to_thread(self._library.rollback_target, entry.name, to)
+            self._versions.use(stored.version)
+            try:
+                await self._versions.ensure(stored, pin=entry.served is not None and entry.served.pinned)
+                async with self._names:
+                    self._serve(entry, await asyncio.to_thread(self._library.roll_back, entry.name, to))
+            finally:
+                await self._versions.release(stored)
+        finally:
+            entry.flight = None
+
+    async def versions(self, name: str) -> list[NameVersion]:
+        """The versions of a name, newest first. Raises `AdapterNotFound`."""
+        await self._see_changes(thorough=check_name(name) not in self._entries)
+        self.entry(name)
+        return await asyncio.to_thread(self._library.versions, name)
+
+    async def pin(self, name: str, pinned: bool) -> Entry:
+        """Keep a name's adapter on the device, or let it go when room is needed. Raises as `unload`."""
+        entry = self._settled(name)
+        served = entry.served
+        if served is None:
+            raise AdapterNotFound(f"adapter {name!r} could not be loaded", param="name")
+        async with self._names:
+            await asyncio.to_thread(self._library.set_pinned, name, pinned)
+            served.pinned = pinned
+        await self.warm(served)
+        return entry
+
     # -- unload ---------------------------------------------------------------------------------------------------
 
-    async def unload(self, name: str, *, force: bool = False, deadline_s: float = 60.0) -> Unloaded:
+    async def unload(
+        self, name: str, *, force: bool = False, deadline_s: float = 60.0, purge: bool = False
+    ) -> Unloaded:
         """Take the name away now; return when its requests have ended and its memory is free.
 
-        Raises `AdapterNotFound`, or `AdapterInUse` while the name is being loaded.
+        With `purge` its files are deleted too, unless another name has or had the same version. Raises
+        `AdapterNotFound`, or `AdapterInUse` while the name is being loaded.
         """
-        entry = self.entry(check_name(name))
-        if entry.flight is not None:
-            raise AdapterInUse(f"{name!r} is being loaded", param="name")
-        del self._entries[name]
+        self._settled(name)
+        async with self._names:
+            entry = self._settled(name)  # again: waiting for the lock took time
+            del self._entries[name]
+            running = 0 if entry.served is None else len(entry.served.holds)
+            try:
+                had = [] if entry.served is None else await asyncio.to_thread(self._library.forget, name)
+            except AdapterNotFound:  # another process was faster
+                had = []
+            except LoraserveError:
+                self._entries[name] = entry
+                raise
         if entry.served is None:
             return Unloaded(name, None, 0, 0)
-        running = len(entry.served.holds)
         aborted = await asyncio.shield(self._spawn(self._retire(entry.served, 0.0 if force else deadline_s)))
         drained = running - aborted
         logger.info("adapter %s unloaded (%d requests drained, %d aborted)", name, drained, aborted)
+        if purge:
+            unused = [version for version in had if not self._versions.is_used(version)]
+            await asyncio.to_thread(self._library.purge, unused)
         return Unloaded(name, entry.served.version, drained, aborted)
+
+    def _settled(self, name: str) -> Entry:
+        entry = self.entry(check_name(name))
+        if entry.flight is not None:
+            raise AdapterInUse(f"{name!r} is being loaded", param="name")
+        return entry
 
     async def _retire(self, served: ServedAdapter, deadline_s: float | None = None) -> int:
         """Wait for an adapter's requests, end those left at the deadline, free its version; returns how many ended."""
@@ -249,28 +308,40 @@ class AdapterDirectory:
             error = RequestAborted(f"adapter {served.name!r} was unloaded while this request ran")
             aborted = await self._inflight.abort(served.holds, error)
             await wait_event(served.idle, ABORT_GRACE_S)
-        self._served_by[served.version].discard(served)
-        await self._unuse(served.stored)
+        await self._versions.unbind(served)
         return aborted
 
-    async def _unuse(self, stored: StoredAdapter) -> None:
-        """One user of a version less: the last one frees it in the engine, the last pinned one unpins it."""
-        version = stored.version
-        self._uses[version] -= 1
-        async with self._lock(version):
-            if self._uses[version] > 0:
-                pinned = self._is_pinned(version)
-                if self._installed.get(version, pinned) != pinned:
-                    await self._engine.load_adapter(version, str(stored.folder), pinned)
-                    self._installed[version] = pinned
-            elif self._installed.pop(version, None) is not None:
-                # An engine that is down holds nothing, and its client forgets the version first.
-                with contextlib.suppress(EngineDead, EngineNotReady):
-                    await self._engine.drop_adapter(version, force=True)
-        if self._uses[version] <= 0:
-            del self._uses[version]
-            self._served_by.pop(version, None)
-            self._locks.pop(version, None)
+    # -- the registry ---------------------------------------------------------------------------------------------
+
+    async def sync(self) -> list[Registered]:
+        """Take over what the registry says: at the start, and when another process has changed it."""
+        async with self._names:
+            found = await asyncio.to_thread(self._library.registered)
+            for registered in found:
+                if registered.name == self._base_name:
+                    logger.warning("adapter %s has the name of the base model and is not served", registered.name)
+                    continue
+                entry = self._entries.setdefault(registered.name, Entry(registered.name))
+                if entry.flight is None:
+                    self._serve(entry, registered)
+            names = {registered.name for registered in found}
+            for name, entry in list(self._entries.items()):
+                if entry.served is not None and entry.flight is None and name not in names:
+                    logger.info("adapter %s was unregistered by another process", name)
+                    del self._entries[name]
+                    self._spawn(self._retire(entry.served))
+        return found
+
+    async def _see_changes(self, *, thorough: bool) -> None:
+        try:
+            changed = self._library.is_changed(wait=False)
+            if thorough and not changed:
+                changed = await asyncio.to_thread(self._library.is_changed, wait=True)
+            if changed:
+                await self.sync()
+        except StorageFailed as error:
+            # What is being served goes on without the registry.
+            logger.warning("the registry could not be looked at: %s", error.message)
 
     # -- small ----------------------------------------------------------------------------------------------------
 
@@ -285,12 +356,6 @@ class AdapterDirectory:
             entry.failure = None
         return entry.served is not None or entry.flight is not None or entry.failure is not None
 
-    def _is_pinned(self, version: str) -> bool:
-        return any(served.pinned for served in self._served_by.get(version, ()))
-
-    def _lock(self, version: str) -> asyncio.Lock:
-        return self._locks.setdefault(version, asyncio.Lock())
-
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -302,3 +367,7 @@ class AdapterDirectory:
         # Retrieved here, because nobody waits for a load with wait: false.
         if not task.cancelled() and task.exception() is not None:
             logger.info("an adapter operation failed: %s", task.exception())
+
+
+def _may_see(entry: Entry, tenant: str) -> bool:
+    return entry.served is None or entry.served.is_visible_to(tenant)

@@ -3,19 +3,128 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Protocol
 
+from loraserve.lora.history import NameVersion
 from loraserve.lora.hub import HubRepo, fetch_hub
+from loraserve.lora.names import AdapterName
+from loraserve.lora.records import Alias, VersionRecord, Visibility
 from loraserve.lora.sources import FetchedFolder, resolve_local
-from loraserve.lora.spec import BaseGeometry
+from loraserve.lora.spec import AdapterSource, BaseGeometry
 from loraserve.lora.store import AdapterStore
-from loraserve.server.ports import AdapterPlace, Progress, StoredAdapter
+from loraserve.server.ports import AdapterPlace, Progress, Registered, StoredAdapter
 
 _EVERYWHERE = (Path(os.sep),)
 
 
-class StoreLibrary:
+class Names(Protocol):
+    """The part of `AdapterStore` that knows names."""
+
+    def set_alias(
+        self,
+        name: str,
+        version: str,
+        *,
+        source: AdapterSource | None = None,
+        pinned: bool = False,
+        replace: bool = False,
+        owner: str = "",
+        visibility: Visibility | None = None,
+    ) -> Alias: ...
+    def roll_back(self, name: str, to: str | None = None) -> Alias: ...
+    def rollback_target(self, name: str, to: str | None = None) -> str: ...
+    def set_pinned(self, name: str, pinned: bool) -> Alias: ...
+    def remove_alias(self, name: str) -> Alias: ...
+    def delete_unneeded(self, versions: Iterable[str]) -> list[str]: ...
+    def versions_now(self, name: str) -> list[NameVersion]: ...
+    def version(self, version: str) -> VersionRecord: ...
+    def registered(self) -> list[tuple[Alias, VersionRecord]]: ...
+    def note_use(self, last_used: Mapping[str, float], tiers: Mapping[str, str] | None = None) -> None: ...
+
+
+class NameBook:
+    """The names of an adapter library over the registry that keeps them."""
+
+    def __init__(self, names: Names, folder: Callable[[str], Path]) -> None:
+        self._names = names
+        self._folder = folder
+
+    def point(
+        self,
+        name: str,
+        stored: StoredAdapter,
+        *,
+        pinned: bool,
+        replace: bool,
+        owner: str = "",
+        visibility: Visibility | None = None,
+    ) -> Registered:
+        """See `AdapterLibrary`."""
+        alias = self._names.set_alias(
+            name,
+            stored.version,
+            source=stored.source,
+            pinned=pinned,
+            replace=replace,
+            owner=owner,
+            visibility=visibility,
+        )
+        return self._registered(alias, self._names.version(stored.version))
+
+    def rollback_target(self, name: str, to: str | None) -> StoredAdapter:
+        """See `AdapterLibrary`."""
+        return self._stored(self._names.version(self._names.rollback_target(name, to)))
+
+    def roll_back(self, name: str, to: str | None) -> Registered:
+        """See `AdapterLibrary`."""
+        alias = self._names.roll_back(name, to)
+        return self._registered(alias, self._names.version(alias.version))
+
+    def set_pinned(self, name: str, pinned: bool) -> None:
+        """See `AdapterLibrary`."""
+        self._names.set_pinned(name, pinned)
+
+    def forget(self, name: str) -> list[str]:
+        """See `AdapterLibrary`."""
+        had = [entry.version for entry in self._names.versions_now(name)]
+        self._names.remove_alias(name)
+        return had
+
+    def purge(self, versions: Iterable[str]) -> None:
+        """See `AdapterLibrary`."""
+        self._names.delete_unneeded(versions)
+
+    def versions(self, name: str) -> list[NameVersion]:
+        """See `AdapterLibrary`."""
+        return self._names.versions_now(name)
+
+    def registered(self) -> list[Registered]:
+        """See `AdapterLibrary`."""
+        return [self._registered(alias, record) for alias, record in self._names.registered()]
+
+    def note_use(self, last_used: Mapping[str, float], tiers: Mapping[str, str] | None) -> None:
+        """See `AdapterLibrary`."""
+        self._names.note_use(last_used, tiers)
+
+    def _registered(self, alias: Alias, record: VersionRecord) -> Registered:
+        return Registered(
+            name=alias.name,
+            stored=self._stored(record, alias.source),
+            pinned=alias.pinned,
+            loaded_at=alias.loaded_at,
+            owner=alias.owner,
+            visibility=alias.visibility,
+            last_used_at=alias.last_used_at,
+            tier=record.tier,
+        )
+
+    def _stored(self, record: VersionRecord, source: AdapterSource | None = None) -> StoredAdapter:
+        return StoredAdapter(record.version, self._folder(record.version), record.report, source or record.source)
+
+
+class StoreLibrary(NameBook):
     """Fetches adapters into an `AdapterStore`. `geometry` is asked at each load: the engine must be up by then."""
 
     def __init__(
@@ -25,6 +134,7 @@ class StoreLibrary:
         max_rank: int,
         allowed: tuple[Path, ...],
     ) -> None:
+        super().__init__(store, store.place)
         self._store = store
         self._geometry = geometry
         self._max_rank = max_rank
@@ -36,6 +146,14 @@ class StoreLibrary:
         fetched = self._fetch(place, progress)
         record = self._store.ingest(fetched.folder, fetched.source, geometry, self._max_rank, progress)
         return StoredAdapter(record.version, self._store.folder(record.version), record.report, fetched.source)
+
+    def find_version(self, name: str, prefix: str) -> StoredAdapter:
+        """See `AdapterLibrary`."""
+        return self._stored(self._store.version(self._store.resolve(str(AdapterName(name, prefix)))))
+
+    def is_changed(self, *, wait: bool) -> bool:
+        """See `AdapterLibrary`."""
+        return self._store.changed_by_others(wait=wait)
 
     def _fetch(self, place: AdapterPlace, progress: Progress) -> FetchedFolder:
         if place.path is not None:

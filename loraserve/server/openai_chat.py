@@ -13,6 +13,7 @@ from fastapi.responses import Response
 from loraserve.errors import InvalidRequest
 from loraserve.sampling import MAX_LOGPROBS
 from loraserve.server.assembly import ShownToken
+from loraserve.server.caller import caller_of
 from loraserve.server.chat_messages import check_messages
 from loraserve.server.fields import CHAT_NEUTRAL, check_best_of, check_fields
 from loraserve.server.generation import Delta, Generation, Job, Prompt
@@ -60,7 +61,7 @@ def chat_router(state: ServerState) -> APIRouter:
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer messages through the model's chat template; `stream: true` answers with events."""
         state.require_ready()
-        shared = check_shared(body, request.scope["tenant"])
+        shared = check_shared(body, caller_of(request.scope))
         check_best_of(body, shared.n)
         check_fields(body, CHAT_NEUTRAL)
         generation, form = await _prepare(state, body, shared, new_id("chatcmpl", request))
@@ -91,14 +92,15 @@ async def _prepare(
     num_top = _num_top(body)
     limits = _limits(body)
     blends = parse_lora_field(body.lora, 1, per_prompt=False)
-    resolve_adapters(state, body.model, blends)  # an unknown name costs no tokenization
+    await state.prepare_adapters(body.model, blends, shared.caller)
+    resolve_adapters(state, body.model, blends, shared.caller)  # an unknown name costs no tokenization
     text = render_prompt(state, body.messages, body.add_generation_prompt, bool(body.continue_final_message))
     check_length(state, limits, text)
     ids = (await state.encode(text, special=False)).ids
     if not ids:
         raise InvalidRequest("the chat template makes an empty prompt of these messages", param="messages")
     # Again, because what a name means may have changed; from here to the holds nothing is awaited.
-    (uses,) = resolve_adapters(state, body.model, blends)
+    (uses,) = resolve_adapters(state, body.model, blends, shared.caller)
     prompt = Prompt(0, ids, text, [], uses)
     generation = make_generation(state, body, shared, [prompt], limits, Logprobs(num_top), request_id)
     form = _Format(request_id, int(time.time()), body.model, num_top, shared.return_token_ids, shared.include_usage)

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from loraserve.errors import InvalidRequest
+from loraserve.server.caller import caller_of
 from loraserve.server.fields import COMPLETION_NEUTRAL, check_best_of, check_fields
 from loraserve.server.generation import Delta, Generation, Job, Prompt
 from loraserve.server.intake import (
@@ -56,7 +57,7 @@ def completions_router(state: ServerState) -> APIRouter:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue each prompt with the base model or with adapters; `stream: true` answers with events."""
         state.require_ready()
-        shared = check_shared(body, request.scope["tenant"])
+        shared = check_shared(body, caller_of(request.scope))
         check_best_of(body, shared.n)
         check_fields(body, COMPLETION_NEUTRAL)
         generation, form = await _prepare(state, body, shared, new_id("cmpl", request))
@@ -74,12 +75,13 @@ async def _prepare(
     values = _split_prompts(body.prompt)
     per_prompt = bool(body.lora_per_prompt)
     blends = parse_lora_field(body.lora, len(values), per_prompt)
-    resolve_adapters(state, body.model, blends)  # an unknown name costs no tokenization
+    await state.prepare_adapters(body.model, blends, shared.caller)
+    resolve_adapters(state, body.model, blends, shared.caller)  # an unknown name costs no tokenization
     echo = bool(body.echo)
     limits = Limits(body.max_tokens, DEFAULT_MAX_TOKENS)
     tokens = [await _tokenize(state, value, limits, echo=echo) for value in values]
     # Again, because what a name means may have changed; from here to the holds nothing is awaited.
-    uses = resolve_adapters(state, body.model, blends)
+    uses = resolve_adapters(state, body.model, blends, shared.caller)
     prompts = [Prompt(index, found.ids, found.text, found.starts, uses[index]) for index, found in enumerate(tokens)]
     generation = make_generation(
         state,

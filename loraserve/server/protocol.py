@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
@@ -96,6 +96,9 @@ class LoadRequest(Body):
     pin: bool | None = None
     replace: bool | None = None
     wait: bool | None = None
+    visibility: Literal["public", "private"] | None = Field(
+        None, description="`private`: only the tenant of the loading key may name it. Default with a token: private."
+    )
 
 
 class UnloadRequest(Body):
@@ -104,6 +107,28 @@ class UnloadRequest(Body):
     name: str
     force: bool | None = None
     deadline_s: float | None = None
+    purge: bool | None = Field(None, description="Also delete the files that no other name has or had.")
+
+
+class RollbackRequest(Body):
+    """Body of `POST /adapters/rollback`."""
+
+    name: str
+    to: str | None = Field(None, description="Beginning of a version's hash. Default: one step further back.")
+
+
+class PinRequest(Body):
+    """Body of `POST /adapters/pin`."""
+
+    name: str
+    pinned: bool | None = Field(None, description="false takes the pin away.")
+
+
+class PrefetchRequest(Body):
+    """Body of `POST /adapters/prefetch`."""
+
+    name: str
+    to: Literal["host", "device"] | None = Field(None, description="How near it is brought. Default: device.")
 
 
 class TokenizeRequest(Body):

@@ -227,12 +227,28 @@ class AdapterInfo(BaseModel):
     last_used_at: float | None
     warnings: list[str]
     error: CodeAndMessage | None
+    visibility: Literal["public", "private"]
 
 
 class AdapterList(BaseModel):
     """Answer of `GET /adapters`."""
 
     data: list[AdapterInfo]
+
+
+class VersionInfo(BaseModel):
+    """A version that a name has or had."""
+
+    version: str
+    source: SourceInfo
+    created_at: float
+    current: bool
+
+
+class VersionList(BaseModel):
+    """Answer of `GET /adapters/{name}/versions`."""
+
+    data: list[VersionInfo]
 
 
 class UnloadResponse(BaseModel):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from loraserve.config import ServeConfig
 from loraserve.errors import AdapterNotFound, AdapterRefused, EngineNotReady, ModelNotFound
 from loraserve.server.auth import Auth
+from loraserve.server.caller import Caller
 from loraserve.server.directory import AdapterDirectory
 from loraserve.server.inflight import InFlight
-from loraserve.server.lora_field import AdapterRef, parse_model
+from loraserve.server.lora_field import AdapterRef, Blend, parse_model
 from loraserve.server.metrics import Metrics, RequestMeter
 from loraserve.server.ports import EnginePort
 from loraserve.server.text import SHORT, Encoding, Text
@@ -59,17 +61,27 @@ class ServerState:
         """Most tokens that a prompt and its answer may have together."""
         return min(self.engine.info.max_context, self.engine.info.kv_tokens)
 
-    def check_model(self, model: str | None) -> None:
+    def check_model(self, model: str | None, caller: Caller) -> None:
         """Raise `ModelNotFound` unless `model` is absent, the base, or a served adapter (they share the tokenizer)."""
         if model is not None:
-            self.adapter_of(model)
+            self.adapter_of(model, caller)
 
-    def adapter_of(self, model: str) -> AdapterRef | None:
+    async def prepare_adapters(self, model: str, lora: Sequence[Blend | None], caller: Caller) -> None:
+        """Make what a request names ready to be resolved; see `AdapterDirectory.prepare`. What is wrong comes later."""
+        try:
+            named = parse_model(model, self.base_name)
+        except AdapterRefused:
+            named = None
+        refs = {ref: None for blend in (() if named is None else (named,), *lora) for ref in blend or ()}
+        if refs:
+            await self.directory.prepare(refs, caller)
+
+    def adapter_of(self, model: str, caller: Caller) -> AdapterRef | None:
         """The served adapter that a `model` field names, None for the base. Raises `ModelNotFound`, `AdapterInUse`."""
         try:
             named = parse_model(model, self.base_name)
             if named is not None:
-                self.directory.resolve(named, "model")
+                self.directory.resolve(named, "model", caller)
         except (AdapterNotFound, AdapterRefused) as error:
             detail = error.message if isinstance(error, AdapterNotFound) else "no adapter can have this name"
             raise ModelNotFound(

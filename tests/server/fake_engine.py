@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,7 +23,10 @@ from loraserve.engine.messages import (
     TokenLogprobs,
 )
 from loraserve.errors import AdapterFault, AdapterRefused, EngineDead, EngineNotReady, LoraserveError
+from loraserve.lora.names import AdapterName
+from loraserve.lora.registry import Registry, VersionRecord
 from loraserve.lora.spec import AdapterSource, BaseGeometry, LoadReport, TargetGeometry
+from loraserve.server.library import NameBook
 from loraserve.server.ports import AdapterPlace, Progress, StoredAdapter
 
 SENTENCES = [
@@ -118,6 +121,8 @@ class FakeEngine:
         self.loaded: dict[str, bool] = {}
         self.load_calls: list[str] = []
         self.dropped: list[str] = []
+        self.prefetched: list[str] = []
+        self.limits: list[tuple[int | None, int | None]] = []
         self.used_after_drop: list[str] = []
         self.stats = EngineStats()
         self._ends: dict[str, asyncio.Future[RequestOutput]] = {}
@@ -266,17 +271,31 @@ class FakeEngine:
         self.loaded.pop(version, None)
         self.dropped.append(version)
 
+    async def prefetch_adapter(self, version: str, idle_s: float = 0.0) -> None:
+        assert version in self.loaded
+        self.prefetched.append(version)
+
+    async def set_limits(self, lora_memory: int | None, host_lora_memory: int | None) -> None:
+        self.limits.append((lora_memory, host_lora_memory))
+
     async def adapter_statuses(self) -> dict[str, AdapterStatus]:
         return {
             version: AdapterStatus(version=version, state="resident", residency="device") for version in self.loaded
         }
 
 
-class FakeLibrary:
-    """Versions are hashes of a folder's file `weights`. `gate` (if set) must be open before a fetch ends."""
+class FakeLibrary(NameBook):
+    """Versions are hashes of a folder's file `weights`. `gate` (if set) must be open before a fetch ends.
+
+    The registry is a real one.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.registry = Registry(root / "registry.sqlite3")
+        self.folders: dict[str, Path] = {}
+        self.purged: list[str] = []
+        super().__init__(self.registry, self.folders.__getitem__)
         self.gate: threading.Event | None = None
         self.adds = 0
         self._lock = threading.Lock()
@@ -319,4 +338,16 @@ class FakeLibrary:
             warnings=(),
             base_model_name=None,
         )
-        return StoredAdapter(version, Path(place.path), report, AdapterSource("local", path=place.path))
+        source = AdapterSource("local", path=place.path)
+        self.folders[version] = Path(place.path)
+        self.registry.add_version(VersionRecord(version, source, report, (), 1.0))
+        return StoredAdapter(version, Path(place.path), report, source)
+
+    def purge(self, versions: Iterable[str]) -> None:
+        self.purged += self.registry.delete_unneeded(versions)
+
+    def find_version(self, name: str, prefix: str) -> StoredAdapter:
+        return self._stored(self.registry.version(self.registry.resolve(AdapterName(name, prefix))))
+
+    def is_changed(self, *, wait: bool) -> bool:
+        return False
