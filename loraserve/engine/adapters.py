@@ -71,9 +71,9 @@ class AdapterDesk:
             self._dropping[version] = [done]
             self._residency.unregister(version)
 
-    def prefetch(self, version: str, idle_s: float) -> None:
-        """Start to bring a version to the device. Raises `AdapterNotFound`."""
-        self._residency.prefetch(version, idle_s)
+    def prefetch(self, version: str, to_device: bool, idle_s: float) -> None:
+        """Start to bring a version to the host or device. Raises `AdapterNotFound`."""
+        self._residency.prefetch(version, to_device=to_device, idle_s=idle_s)
 
     def set_limits(self, device_bytes: int | None, host_bytes: int | None) -> None:
         """Change how much memory adapters may take."""

@@ -270,10 +270,11 @@ class EngineClient:
         if self.health().ready:
             await self._call(DropAdapter(call=next(self._call_ids), version=version, force=force))
 
-    async def prefetch_adapter(self, version: str, idle_s: float = 0.0) -> None:
-        """Start to bring a loaded version to the device; returns at once. Raises `AdapterNotFound`, `EngineDead` …"""
+    async def prefetch_adapter(self, version: str, to_device: bool = True, idle_s: float = 0.0) -> None:
+        """Start to bring a loaded version nearer; returns at once. Raises `AdapterNotFound`, `EngineDead` …"""
         self._require_ready()
-        await self._call(PrefetchAdapter(call=next(self._call_ids), version=version, idle_s=idle_s))
+        call = next(self._call_ids)
+        await self._call(PrefetchAdapter(call=call, version=version, to_device=to_device, idle_s=idle_s))
 
     async def set_limits(self, lora_memory: int | None, host_lora_memory: int | None) -> None:
         """Change the memory (bytes) that adapters may take; None leaves a limit. A restarted engine gets them again."""

@@ -83,9 +83,9 @@ class EngineHost:
                 self._loop.load_adapter(version, folder, pinned, lambda error: self._reply(call, error))
             case DropAdapter(call=call, version=version, force=force):
                 self._loop.drop_adapter(version, force, lambda error: self._reply(call, error))
-            case PrefetchAdapter(call=call, version=version, idle_s=idle_s):
+            case PrefetchAdapter(call=call, version=version, to_device=to_device, idle_s=idle_s):
                 try:
-                    self._loop.prefetch_adapter(version, idle_s)
+                    self._loop.prefetch_adapter(version, to_device, idle_s)
                     self._reply(call, None)
                 except LoraserveError as error:
                     self._reply(call, error)

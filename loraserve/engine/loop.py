@@ -164,9 +164,9 @@ class EngineLoop:
             self._scheduler.abort_version(version, RequestAborted("the adapter was unloaded by force"))
         self._adapters.drop(version, done)
 
-    def prefetch_adapter(self, version: str, idle_s: float) -> None:
-        """Start to bring a version to the device. Raises `AdapterNotFound`."""
-        self._adapters.prefetch(version, idle_s)
+    def prefetch_adapter(self, version: str, to_device: bool, idle_s: float) -> None:
+        """Start to bring a version to the host or device. Raises `AdapterNotFound`."""
+        self._adapters.prefetch(version, to_device, idle_s)
 
     def set_limits(self, lora_memory: int | None, host_lora_memory: int | None) -> None:
         """Change the memory that adapters may take; what is over goes as soon as nobody needs it."""

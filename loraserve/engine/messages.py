@@ -81,10 +81,11 @@ class DropAdapter(msgspec.Struct, tag="drop_adapter", kw_only=True):
 
 
 class PrefetchAdapter(msgspec.Struct, tag="prefetch_adapter", kw_only=True):
-    """Bring a version that the engine knows to the device, if there is room that nobody needs; `Reply` at once."""
+    """Bring a version that the engine knows nearer, as far as there is room that nobody needs; `Reply` at once."""
 
     call: int
     version: str
+    to_device: bool = True
     idle_s: float = 0.0  # how long ago it was used last
 
 

@@ -142,14 +142,15 @@ class AdapterResidency:
         else:
             self._pinned.pop(version, None)
 
-    def prefetch(self, version: str, idle_s: float = 0.0) -> None:
-        """Bring a version to the device before a request asks for it, over residents that nobody needs. Tried once.
+    def prefetch(self, version: str, *, to_device: bool = True, idle_s: float = 0.0) -> None:
+        """Bring a version to the host or device before it is asked for, over others that nobody needs. Tried once.
 
         `idle_s` is how long ago it was used last, as far as the caller knows. Raises `AdapterNotFound`.
         """
         entry = self._known(version)
         warm(entry, self._clock() - idle_s)
-        self._prefetched[version] = entry
+        if to_device:
+            self._prefetched[version] = entry
         self._retry_if_due(entry)
         if entry.state is AdapterState.ABSENT:
             self._host.request(entry)

@@ -17,7 +17,7 @@ from loraserve.server.entries import Entry, LoadOrder
 from loraserve.server.fields import check_fields
 from loraserve.server.inflight import ServedAdapter
 from loraserve.server.ports import AdapterPlace
-from loraserve.server.protocol import LoadRequest, PinRequest, RollbackRequest, UnloadRequest
+from loraserve.server.protocol import LoadRequest, PinRequest, PrefetchRequest, RollbackRequest, UnloadRequest
 from loraserve.server.responses import (
     AdapterInfo,
     AdapterList,
@@ -80,6 +80,14 @@ def admin_router(state: ServerState) -> APIRouter:
         state.require_ready()
         check_fields(body, {})
         entry = await state.directory.pin(body.name, body.pinned is None or body.pinned)
+        return describe(entry, await _statuses(state))
+
+    @router.post("/prefetch", summary="Bring an adapter nearer")
+    async def prefetch(body: PrefetchRequest) -> AdapterInfo:
+        """Answers when it is on the host; the device follows when there is room that nobody needs."""
+        state.require_ready()
+        check_fields(body, {})
+        entry = await state.directory.prefetch(body.name, body.to or "device")
         return describe(entry, await _statuses(state))
 
     @router.get("", summary="List adapters")

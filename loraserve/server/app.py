@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from loraserve import __version__
 from loraserve.config import ServeConfig
 from loraserve.server.admin import admin_router
+from loraserve.server.admin_limits import limits_router
 from loraserve.server.auth import Auth
 from loraserve.server.directory import AdapterDirectory
 from loraserve.server.failures import install_handlers
@@ -78,6 +79,7 @@ def build_app(state: ServerState) -> FastAPI:
     app.include_router(models_router(state), prefix="/v1")
     app.include_router(tokens_router(state))
     app.include_router(admin_router(state), prefix="/adapters")
+    app.include_router(limits_router(state), prefix="/admin")
     app.include_router(health_router(state))
     install_handlers(app)
     app.add_middleware(Envelope, auth=state.auth, metrics=state.metrics, max_body=state.config.server.max_body)

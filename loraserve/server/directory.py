@@ -113,11 +113,16 @@ class AdapterDirectory:
             if served is not None and not self._versions.has(served.version):
                 await self.warm(served)
 
-    async def warm(self, served: ServedAdapter) -> None:
-        """Have the engine know an adapter that came from the registry. Raises what the engine says of it."""
+    async def warm(self, served: ServedAdapter, *, to: str | None = None, idle_s: float = 0.0) -> None:
+        """Have the engine know an adapter that came from the registry. Raises what the engine says of it.
+
+        It is also brought `to` host or device, as far as there is room; it was used last `idle_s` seconds ago.
+        """
         self._versions.use(served.version)
         try:
             await self._versions.ensure(served.stored)
+            if to is not None:
+                await self._engine.prefetch_adapter(served.version, to == "device", idle_s)
         finally:
             await self._versions.release(served.stored)
 
@@ -259,6 +264,15 @@ class AdapterDirectory:
             await asyncio.to_thread(self._library.set_pinned, name, pinned)
             served.pinned = pinned
         await self.warm(served)
+        return entry
+
+    async def prefetch(self, name: str, to: str) -> Entry:
+        """Stage a name's adapter on the host, and start to bring it to the device. Raises as `pin`."""
+        entry = self._settled(name)
+        served = entry.served
+        if served is None:
+            raise AdapterNotFound(f"adapter {name!r} could not be loaded", param="name")
+        await self.warm(served, to=to)
         return entry
 
     # -- unload ---------------------------------------------------------------------------------------------------

@@ -131,6 +131,13 @@ class PrefetchRequest(Body):
     to: Literal["host", "device"] | None = Field(None, description="How near it is brought. Default: device.")
 
 
+class LimitsRequest(Body):
+    """Body of `POST /admin/limits`: bytes, or sizes like `512MiB`; what is left out stays."""
+
+    lora_memory: int | str | None = None
+    host_lora_memory: int | str | None = None
+
+
 class TokenizeRequest(Body):
     """Body of `POST /tokenize`: a `prompt`, or `messages` to put through the chat template."""
 

@@ -260,6 +260,21 @@ class UnloadResponse(BaseModel):
     aborted: int
 
 
+class MemoryLimit(BaseModel):
+    """Bytes: what may be used, what is, and what the limit can be raised to (null: no bound is known)."""
+
+    limit: int
+    used: int
+    capacity: int | None
+
+
+class LimitsResponse(BaseModel):
+    """Answer of `/admin/limits`."""
+
+    lora_memory: MemoryLimit
+    host_lora_memory: MemoryLimit
+
+
 class TokenizeResponse(BaseModel):
     """Answer of `POST /tokenize`."""
 

@@ -72,7 +72,6 @@ class UseJournal:
 async def bring_back(
     registered: Sequence[Registered],
     directory: AdapterDirectory,
-    engine: EnginePort,
     wall: Callable[[], float] = time.time,
 ) -> None:
     """Load what was in memory when the last server ended, pinned ones first, then the one used last before others.
@@ -86,10 +85,8 @@ async def bring_back(
         if served is None or served.version != each.stored.version:
             continue  # it was unloaded or replaced meanwhile
         try:
-            await directory.warm(served)
-            if each.tier == "device" and not each.pinned:
-                idle_s = max(0.0, wall() - (each.last_used_at or each.loaded_at))
-                await engine.prefetch_adapter(served.version, idle_s)
+            idle_s = max(0.0, wall() - (each.last_used_at or each.loaded_at))
+            await directory.warm(served, to=None if each.pinned else each.tier, idle_s=idle_s)
         except LoraserveError as error:
             logger.warning("adapter %s did not come back: %s: %s", each.name, error.code, error.message)
     if wanted:

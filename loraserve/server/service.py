@@ -126,7 +126,7 @@ class Service:
 
     async def _remember(self, state: ServerState, registered: list[Registered], journal: UseJournal) -> None:
         # One after the other: what is not back yet must not be written down as being on disk alone.
-        await bring_back(registered, state.directory, self._engine)
+        await bring_back(registered, state.directory)
         await journal.run()
 
     async def _start(self, state: ServerState) -> list[Registered]:

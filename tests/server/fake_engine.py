@@ -121,7 +121,7 @@ class FakeEngine:
         self.loaded: dict[str, bool] = {}
         self.load_calls: list[str] = []
         self.dropped: list[str] = []
-        self.prefetched: list[str] = []
+        self.prefetched: list[tuple[str, bool]] = []
         self.limits: list[tuple[int | None, int | None]] = []
         self.used_after_drop: list[str] = []
         self.stats = EngineStats()
@@ -271,9 +271,9 @@ class FakeEngine:
         self.loaded.pop(version, None)
         self.dropped.append(version)
 
-    async def prefetch_adapter(self, version: str, idle_s: float = 0.0) -> None:
+    async def prefetch_adapter(self, version: str, to_device: bool = True, idle_s: float = 0.0) -> None:
         assert version in self.loaded
-        self.prefetched.append(version)
+        self.prefetched.append((version, to_device))
 
     async def set_limits(self, lora_memory: int | None, host_lora_memory: int | None) -> None:
         self.limits.append((lora_memory, host_lora_memory))
