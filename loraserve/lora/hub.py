@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import secrets
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -63,6 +64,7 @@ def fetch_hub(
     token: Token = None,
     cache_dir: Path | None = None,
     progress: Progress = lambda done, total: None,
+    on_file: Callable[[str, int, int], None] = lambda path, number, count: None,
     endpoint: str | None = None,
     max_bytes: int = 32 << 30,
 ) -> FetchedFolder:
@@ -90,7 +92,8 @@ def fetch_hub(
     done, folder = 0, cache
     progress(0, total)
     with storage_errors("filling the Hub cache"):
-        for file in files:
+        for number, file in enumerate(files, 1):
+            on_file(file.path, number, len(files))
             local = _download(place, file, commit, cache, token, endpoint, _meter(progress, done, total))
             folder = local.parent
             done += file.size
