@@ -111,7 +111,9 @@ def unload_adapter(
     """Unload an adapter; returns when its memory is free."""
     if not isfinite(deadline):
         raise ConfigError(f"--deadline must be a number of seconds, got {deadline}")
-    body = {"name": name, "force": force, "deadline_s": deadline, "purge": purge}
+    body = {"name": name, "force": force, "deadline_s": deadline}
+    if purge:
+        body["purge"] = True
     answer = call(server, admin_key, "POST", "/adapters/unload", body)
     if as_json:
         print_json(answer)

@@ -13,6 +13,7 @@ from loraserve.config import ServeConfig
 from loraserve.server.admin import admin_router
 from loraserve.server.admin_limits import limits_router
 from loraserve.server.auth import Auth
+from loraserve.server.compat_doors import sglang_router, vllm_router
 from loraserve.server.directory import AdapterDirectory
 from loraserve.server.failures import install_handlers
 from loraserve.server.health import health_router
@@ -77,6 +78,8 @@ def build_app(state: ServerState) -> FastAPI:
     app.include_router(completions_router(state), prefix="/v1")
     app.include_router(chat_router(state), prefix="/v1")
     app.include_router(models_router(state), prefix="/v1")
+    app.include_router(vllm_router(state), prefix="/v1")
+    app.include_router(sglang_router(state))
     app.include_router(tokens_router(state))
     app.include_router(admin_router(state), prefix="/adapters")
     app.include_router(limits_router(state), prefix="/admin")

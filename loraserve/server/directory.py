@@ -278,9 +278,9 @@ class AdapterDirectory:
     # -- unload ---------------------------------------------------------------------------------------------------
 
     async def unload(
-        self, name: str, *, force: bool = False, deadline_s: float = 60.0, purge: bool = False
+        self, name: str, *, force: bool = False, deadline_s: float = 60.0, purge: bool = False, wait: bool = True
     ) -> Unloaded:
-        """Take the name away now; return when its requests have ended and its memory is free.
+        """Take the name away now; return (unless not to `wait`) when its requests have ended and its memory is free.
 
         With `purge` its files are deleted too, unless another name has or had the same version. Raises
         `AdapterNotFound`, or `AdapterInUse` while the name is being loaded.
@@ -299,13 +299,18 @@ class AdapterDirectory:
                 raise
         if entry.served is None:
             return Unloaded(name, None, 0, 0)
-        aborted = await asyncio.shield(self._spawn(self._retire(entry.served, 0.0 if force else deadline_s)))
-        drained = running - aborted
-        logger.info("adapter %s unloaded (%d requests drained, %d aborted)", name, drained, aborted)
-        if purge:
-            unused = [version for version in had if not self._versions.is_used(version)]
+        rest = self._spawn(self._finish_unload(entry.served, 0.0 if force else deadline_s, had if purge else []))
+        aborted = await asyncio.shield(rest) if wait else 0
+        return Unloaded(name, entry.served.version, running - aborted if wait else 0, aborted)
+
+    async def _finish_unload(self, served: ServedAdapter, deadline_s: float, purge: list[str]) -> int:
+        running = len(served.holds)
+        aborted = await self._retire(served, deadline_s)
+        logger.info("adapter %s unloaded (%d requests drained, %d aborted)", served.name, running - aborted, aborted)
+        unused = [version for version in purge if not self._versions.is_used(version)]
+        if unused:
             await asyncio.to_thread(self._library.purge, unused)
-        return Unloaded(name, entry.served.version, drained, aborted)
+        return aborted
 
     def _settled(self, name: str) -> Entry:
         entry = self.entry(check_name(name))

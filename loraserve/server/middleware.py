@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraserve.errors import LoraserveError, PayloadTooLarge, RequestTimedOut
 from loraserve.server.auth import Auth
+from loraserve.server.compat_doors import DOORS
 from loraserve.server.failures import error_response, internal_error_bytes
 from loraserve.server.metrics import Metrics
 from loraserve.server.streaming import CLIENT_GONE, ClientGone
@@ -94,7 +95,7 @@ class Envelope:
         header = next((value for name, value in scope["headers"] if name == b"authorization"), None)
         key = None if header is None else header.decode("utf-8", "surrogateescape")
         scope["tenant"] = ""
-        if any(path == admin or path.startswith(f"{admin}/") for admin in _ADMIN):
+        if path in DOORS or any(path == admin or path.startswith(f"{admin}/") for admin in _ADMIN):
             scope["tenant"] = self._auth.check_admin(key)
         elif path not in OPEN_PATHS:
             scope["tenant"] = self._auth.check_api(key)

@@ -138,6 +138,35 @@ class LimitsRequest(Body):
     host_lora_memory: int | str | None = None
 
 
+class VllmLoadRequest(Body):
+    """Body of `POST /v1/load_lora_adapter`."""
+
+    lora_name: str | None = None
+    lora_path: str | None = Field(None, description="Folder under an --adapter-dir, or a Hub repository.")
+    load_inplace: bool | None = None
+
+
+class VllmUnloadRequest(Body):
+    """Body of `POST /v1/unload_lora_adapter`."""
+
+    lora_name: str | None = None
+    lora_int_id: int | None = Field(None, description="Not looked at.")
+
+
+class SglangLoadRequest(Body):
+    """Body of `POST /load_lora_adapter`."""
+
+    lora_name: str
+    lora_path: str = Field(description="Folder under an --adapter-dir, or a Hub repository.")
+    pinned: bool | None = None
+
+
+class SglangUnloadRequest(Body):
+    """Body of `POST /unload_lora_adapter`."""
+
+    lora_name: str
+
+
 class TokenizeRequest(Body):
     """Body of `POST /tokenize`: a `prompt`, or `messages` to put through the chat template."""
 

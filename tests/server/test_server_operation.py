@@ -26,6 +26,7 @@ API = [("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/
 API += [("POST", "/detokenize"), ("GET", "/v1/nothing"), ("GET", "/nothing")]
 ADMIN = [("GET", "/adapters"), ("GET", "/adapters/x"), ("POST", "/adapters/load"), ("POST", "/adapters/unload")]
 ADMIN += [("POST", "/adapters/rollback"), ("POST", "/adapters/pin"), ("GET", "/adapters/x/versions")]
+ADMIN += [("POST", "/v1/load_lora_adapter"), ("POST", "/unload_lora_adapter")]
 ADMIN += [("POST", "/admin/limits"), ("GET", "/admin/limits"), ("POST", "/admin/x")]
 OPEN = [("GET", "/health"), ("GET", "/ready"), ("GET", "/version"), ("GET", "/metrics"), ("GET", "/openapi.json")]
 
