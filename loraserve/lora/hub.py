@@ -102,6 +102,11 @@ def fetch_hub(
     return FetchedFolder(AdapterFolder.at(folder, roots=(cache,)), place.source(commit), restricted)
 
 
+def is_offline() -> bool:
+    """Whether the Hub may not be asked (`HF_HUB_OFFLINE`)."""
+    return bool(constants.HF_HUB_OFFLINE)
+
+
 def check_access(place: HubRepo, token: Token, endpoint: str | None = None) -> None:
     """Ask the Hub whether a token opens a repository. Raises as `fetch_hub`."""
     api = HfApi(endpoint=endpoint, token=token)

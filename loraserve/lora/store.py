@@ -91,6 +91,8 @@ class AdapterStore:
         geometry: BaseGeometry | None,
         max_rank: int,
         progress: Progress = _no_progress,
+        *,
+        max_bytes: int | None = None,
     ) -> VersionRecord:
         """Copy an adapter in, check the copy, and keep it under its hash; known content is kept once.
 
@@ -100,7 +102,7 @@ class AdapterStore:
         read_adapter_files(folder)  # before gigabytes are copied, and while files that are not copied can be named
         copy = self._workspace.new_path()
         try:
-            files = copy_adapter(folder, copy, self._max_adapter_bytes, progress)
+            files = copy_adapter(folder, copy, min(self._max_adapter_bytes, max_bytes or MAX_ADAPTER_BYTES), progress)
             spec = parse_adapter(copy, geometry, max_rank)
             version = content_version(spec, copy)
             record = VersionRecord(version, source, LoadReport.of(spec, version), files, time.time())

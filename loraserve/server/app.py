@@ -26,6 +26,7 @@ from loraserve.server.openai_completions import completions_router
 from loraserve.server.openai_models import models_router
 from loraserve.server.ports import AdapterLibrary, EnginePort
 from loraserve.server.responses import ErrorResponse
+from loraserve.server.sources import parse_sources
 from loraserve.server.state import ServerState
 from loraserve.server.text import Text
 from loraserve.server.tokens import tokens_router
@@ -45,13 +46,22 @@ def make_state(
 ) -> ServerState:
     """Everything the routes share. `tokenizer` may come later, by setting `text_or_none`."""
     base_name = served_name(config.engine.model)
-    inflight = InFlight(engine)
+    inflight, lora = InFlight(engine), config.engine.lora
     metrics = Metrics(lambda: engine.stats)
     return ServerState(
         config=config,
         engine=engine,
         base_name=base_name,
-        directory=AdapterDirectory(engine, library, inflight, base_name, clock=clock),
+        directory=AdapterDirectory(
+            engine,
+            library,
+            inflight,
+            base_name,
+            sources=parse_sources(lora.adapter_source),
+            max_on_demand=lora.adapter_source_count,
+            max_on_demand_bytes=lora.adapter_source_size,
+            clock=clock,
+        ),
         inflight=inflight,
         metrics=metrics,
         meter=RequestMeter(metrics),

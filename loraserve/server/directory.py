@@ -15,7 +15,6 @@ from loraserve.errors import (
     NameReserved,
     NameTaken,
     RequestAborted,
-    StorageFailed,
 )
 from loraserve.lora.history import NameVersion
 from loraserve.lora.names import check_name
@@ -24,7 +23,10 @@ from loraserve.server.engine_versions import EngineVersions
 from loraserve.server.entries import Entry, Failure, Flight, LoadOrder, Unloaded
 from loraserve.server.inflight import InFlight, ServedAdapter, wait_event
 from loraserve.server.lora_field import AdapterRef
+from loraserve.server.on_demand import OnDemand
 from loraserve.server.ports import AdapterLibrary, AdapterPlace, EnginePort, Registered, StoredAdapter
+from loraserve.server.registry_sync import RegistrySync
+from loraserve.server.sources import AdapterSources
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,9 @@ class AdapterDirectory:
         inflight: InFlight,
         base_name: str,
         *,
+        sources: AdapterSources = (),
+        max_on_demand: int = 256,
+        max_on_demand_bytes: int = 2 << 30,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -57,9 +62,20 @@ class AdapterDirectory:
         self._entries: dict[str, Entry] = {}
         self._versions = EngineVersions(engine)
         self._imports = asyncio.Semaphore(MAX_IMPORTS)
-        # Held while the registry and the entries change together, so that `sync` sees no half of a change.
-        self._names = asyncio.Lock()
+        self._registry = RegistrySync(
+            library, self._entries, base_name, self._serve, lambda served: self._spawn(self._retire(served))
+        )
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._on_demand = OnDemand(
+            sources,
+            library,
+            self._versions,
+            lambda served, purge: self._spawn(self._finish_unload(served, 0.0, purge)),
+            max_adapters=max_on_demand,
+            max_bytes=max_on_demand_bytes,
+            clock=clock,
+            wall=wall,
+        )
 
     # -- look up --------------------------------------------------------------------------------------------------
 
@@ -67,16 +83,21 @@ class AdapterDirectory:
         """The entry of a name. Raises `AdapterNotFound`."""
         entry = self._entries.get(name)
         if entry is None or not self._is_alive(entry):
-            raise AdapterNotFound(f"no adapter is registered as {name!r}", param="name")
+            served = next((each for each in self._on_demand.served() if each.name == name), None)
+            if served is None:
+                raise AdapterNotFound(f"no adapter is registered as {name!r}", param="name")
+            return Entry(name, served)
         return entry
 
     def entries(self) -> list[Entry]:
-        """All entries, by name."""
-        return [entry for _, entry in sorted(self._entries.items()) if self._is_alive(entry)]
+        """All entries, by name; then those that came on demand."""
+        found = [entry for _, entry in sorted(self._entries.items()) if self._is_alive(entry)]
+        return found + [Entry(served.name, served) for served in self._on_demand.served()]
 
     def served(self, tenant: str | None = None) -> list[ServedAdapter]:
-        """What requests (of one tenant) can name, by name."""
-        found = [entry.served for entry in self.entries() if entry.served is not None]
+        """What is registered (and visible to one tenant), by name."""
+        alive = (entry for _, entry in sorted(self._entries.items()) if self._is_alive(entry))
+        found = [entry.served for entry in alive if entry.served is not None]
         return found if tenant is None else [served for served in found if served.is_visible_to(tenant)]
 
     def find(self, name: str) -> ServedAdapter | None:
@@ -87,6 +108,12 @@ class AdapterDirectory:
     def resolve(self, ref: AdapterRef, param: str = "lora", caller: Caller = ANYONE) -> ServedAdapter:
         """The adapter that a request names. Raises `AdapterNotFound`, or `AdapterInUse` while its load is under way."""
         entry = self._entries.get(ref.name)
+        if ref.revision is not None or entry is None or not self._is_alive(entry):
+            found = self._on_demand.resolve(ref, caller)
+            if found is not None and found.version.startswith(ref.prefix or ""):
+                return found
+        if ref.revision is not None:
+            raise AdapterNotFound(f"no source has {ref.name!r} at revision {ref.revision[:200]!r}", param=param)
         if entry is None or not self._is_alive(entry) or not _may_see(entry, caller.tenant):
             raise AdapterNotFound(f"no adapter is registered as {ref.name!r}", param=param)
         if entry.served is None:
@@ -105,10 +132,12 @@ class AdapterDirectory:
         """
         refs = list(refs)
         if refs:
-            unknown = any(ref.name not in self._entries for ref in refs)
-            await self._see_changes(thorough=unknown)
+            await self._registry.see_changes(thorough=any(ref.name not in self._entries for ref in refs))
         for ref in refs:
             entry = self._entries.get(ref.name)
+            if ref.revision is not None or entry is None or not self._is_alive(entry):
+                await self._on_demand.prepare(ref, caller)
+                continue
             served = None if entry is None or not _may_see(entry, caller.tenant) else entry.served
             if served is not None and not self._versions.has(served.version):
                 await self.warm(served)
@@ -188,7 +217,7 @@ class AdapterDirectory:
             )
         pinned = order.pin or (before is not None and before.pinned)
         await self._versions.ensure(stored, pin=pinned)
-        async with self._names:
+        async with self._registry.changing:
             found = await asyncio.to_thread(
                 self._library.point,
                 order.name,
@@ -241,7 +270,7 @@ class AdapterDirectory:
             self._versions.use(stored.version)
             try:
                 await self._versions.ensure(stored, pin=entry.served is not None and entry.served.pinned)
-                async with self._names:
+                async with self._registry.changing:
                     self._serve(entry, await asyncio.to_thread(self._library.roll_back, entry.name, to))
             finally:
                 await self._versions.release(stored)
@@ -250,17 +279,14 @@ class AdapterDirectory:
 
     async def versions(self, name: str) -> list[NameVersion]:
         """The versions of a name, newest first. Raises `AdapterNotFound`."""
-        await self._see_changes(thorough=check_name(name) not in self._entries)
+        await self._registry.see_changes(thorough=check_name(name) not in self._entries)
         self.entry(name)
         return await asyncio.to_thread(self._library.versions, name)
 
     async def pin(self, name: str, pinned: bool) -> Entry:
         """Keep a name's adapter on the device, or let it go when room is needed. Raises as `unload`."""
-        entry = self._settled(name)
-        served = entry.served
-        if served is None:
-            raise AdapterNotFound(f"adapter {name!r} could not be loaded", param="name")
-        async with self._names:
+        entry, served = self._settled_and_served(name)
+        async with self._registry.changing:
             await asyncio.to_thread(self._library.set_pinned, name, pinned)
             served.pinned = pinned
         await self.warm(served)
@@ -268,10 +294,7 @@ class AdapterDirectory:
 
     async def prefetch(self, name: str, to: str) -> Entry:
         """Stage a name's adapter on the host, and start to bring it to the device. Raises as `pin`."""
-        entry = self._settled(name)
-        served = entry.served
-        if served is None:
-            raise AdapterNotFound(f"adapter {name!r} could not be loaded", param="name")
+        entry, served = self._settled_and_served(name)
         await self.warm(served, to=to)
         return entry
 
@@ -285,8 +308,15 @@ class AdapterDirectory:
         With `purge` its files are deleted too, unless another name has or had the same version. Raises
         `AdapterNotFound`, or `AdapterInUse` while the name is being loaded.
         """
-        self._settled(name)
-        async with self._names:
+        found = self._settled(name)
+        if name not in self._entries:
+            gone = self._on_demand.drop(name)
+            limit_s = 0.0 if force else deadline_s
+            rests = [self._spawn(self._finish_unload(served, limit_s, [served.version])) for served in gone]
+            running = sum(len(served.holds) for served in gone)
+            aborted = sum(await asyncio.shield(asyncio.gather(*rests))) if wait else 0
+            return Unloaded(name, found.served and found.served.version, running - aborted if wait else 0, aborted)
+        async with self._registry.changing:
             entry = self._settled(name)  # again: waiting for the lock took time
             del self._entries[name]
             running = 0 if entry.served is None else len(entry.served.holds)
@@ -318,6 +348,12 @@ class AdapterDirectory:
             raise AdapterInUse(f"{name!r} is being loaded", param="name")
         return entry
 
+    def _settled_and_served(self, name: str) -> tuple[Entry, ServedAdapter]:
+        entry = self._settled(name)
+        if entry.served is None:
+            raise AdapterNotFound(f"adapter {name!r} could not be loaded", param="name")
+        return entry, entry.served
+
     async def _retire(self, served: ServedAdapter, deadline_s: float | None = None) -> int:
         """Wait for an adapter's requests, end those left at the deadline, free its version; returns how many ended."""
         aborted = 0
@@ -330,37 +366,9 @@ class AdapterDirectory:
         await self._versions.unbind(served)
         return aborted
 
-    # -- the registry ---------------------------------------------------------------------------------------------
-
     async def sync(self) -> list[Registered]:
-        """Take over what the registry says: at the start, and when another process has changed it."""
-        async with self._names:
-            found = await asyncio.to_thread(self._library.registered)
-            for registered in found:
-                if registered.name == self._base_name:
-                    logger.warning("adapter %s has the name of the base model and is not served", registered.name)
-                    continue
-                entry = self._entries.setdefault(registered.name, Entry(registered.name))
-                if entry.flight is None:
-                    self._serve(entry, registered)
-            names = {registered.name for registered in found}
-            for name, entry in list(self._entries.items()):
-                if entry.served is not None and entry.flight is None and name not in names:
-                    logger.info("adapter %s was unregistered by another process", name)
-                    del self._entries[name]
-                    self._spawn(self._retire(entry.served))
-        return found
-
-    async def _see_changes(self, *, thorough: bool) -> None:
-        try:
-            changed = self._library.is_changed(wait=False)
-            if thorough and not changed:
-                changed = await asyncio.to_thread(self._library.is_changed, wait=True)
-            if changed:
-                await self.sync()
-        except StorageFailed as error:
-            # What is being served goes on without the registry.
-            logger.warning("the registry could not be looked at: %s", error.message)
+        """Take over what the registry says; see `RegistrySync.sync`."""
+        return await self._registry.sync()
 
     # -- small ----------------------------------------------------------------------------------------------------
 

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from loraserve.errors import HubError
 from loraserve.lora.history import NameVersion
-from loraserve.lora.hub import HubRepo, fetch_hub
+from loraserve.lora.hub import HubRepo, check_access, fetch_hub, is_offline
 from loraserve.lora.names import AdapterName
 from loraserve.lora.records import Alias, VersionRecord, Visibility
 from loraserve.lora.sources import FetchedFolder, resolve_local
 from loraserve.lora.spec import AdapterSource, BaseGeometry
-from loraserve.lora.store import AdapterStore
+from loraserve.lora.store import MAX_ADAPTER_BYTES, AdapterStore
 from loraserve.server.ports import AdapterPlace, Progress, Registered, StoredAdapter
 
 _EVERYWHERE = (Path(os.sep),)
@@ -144,8 +145,16 @@ class StoreLibrary(NameBook):
         """Copy an adapter into the store. Raises `AdapterRefused`, `HubError`, `StorageFailed`, `EngineNotReady`."""
         geometry = self._geometry()
         fetched = self._fetch(place, progress)
-        record = self._store.ingest(fetched.folder, fetched.source, geometry, self._max_rank, progress)
-        return StoredAdapter(record.version, self._store.folder(record.version), record.report, fetched.source)
+        record = self._store.ingest(
+            fetched.folder, fetched.source, geometry, self._max_rank, progress, max_bytes=place.max_bytes
+        )
+        folder = self._store.folder(record.version)
+        return StoredAdapter(record.version, folder, record.report, fetched.source, fetched.restricted)
+
+    def check_access(self, place: AdapterPlace) -> None:
+        """See `AdapterLibrary`."""
+        assert place.repo is not None
+        check_access(HubRepo(place.repo, place.revision, place.subfolder), place.token)
 
     def find_version(self, name: str, prefix: str) -> StoredAdapter:
         """See `AdapterLibrary`."""
@@ -158,7 +167,11 @@ class StoreLibrary(NameBook):
     def _fetch(self, place: AdapterPlace, progress: Progress) -> FetchedFolder:
         if place.path is not None:
             # The operator's own paths may lie anywhere; a client's must lie under --adapter-dir.
-            return resolve_local(place.path, _EVERYWHERE if place.trusted else self._allowed, place.subfolder)
+            allowed = self._allowed if place.root is None else (place.root,)
+            return resolve_local(place.path, _EVERYWHERE if place.trusted else allowed, place.subfolder)
         assert place.repo is not None
         repo = HubRepo(place.repo, place.revision, place.subfolder)
-        return fetch_hub(repo, token=place.token, progress=progress)
+        if place.on_demand and is_offline():
+            raise HubError(f"{place.repo} cannot be fetched on demand: the Hub may not be asked (HF_HUB_OFFLINE)")
+        limit = place.max_bytes or MAX_ADAPTER_BYTES
+        return fetch_hub(repo, token=place.token, progress=progress, max_bytes=limit)

@@ -47,8 +47,11 @@ class AdapterPlace:
     repo: str | None = None
     revision: str | None = None
     subfolder: str | None = None
-    token: str | None = field(default=None, repr=False)
+    token: str | bool | None = field(default=None, repr=False)  # None: this machine's own; False: none at all
     trusted: bool = False  # given by the operator: the allow-list of folders does not apply
+    root: Path | None = None  # the allow-list for this path, instead of the server's
+    max_bytes: int | None = None  # of its files, besides the store's own limit
+    on_demand: bool = False  # named by a request: what the cache holds is not for it unless the Hub is asked
 
 
 class StoredAdapter(NamedTuple):
@@ -58,6 +61,7 @@ class StoredAdapter(NamedTuple):
     folder: Path
     report: LoadReport
     source: AdapterSource
+    restricted: bool = False  # it came from a repository that is not open to everybody
 
 
 Progress = Callable[[int, int], None]
@@ -86,6 +90,10 @@ class AdapterLibrary(Protocol):
 
     def add(self, place: AdapterPlace, progress: Progress) -> StoredAdapter:
         """Copy the adapter into the store. Raises `AdapterRefused` and other named errors; then nothing is kept."""
+        ...
+
+    def check_access(self, place: AdapterPlace) -> None:
+        """Ask the Hub whether the place's token opens its repository. Raises `HubError` and its kind."""
         ...
 
     def point(

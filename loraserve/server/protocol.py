@@ -8,7 +8,11 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 _LORA_OBJECT = {
     "type": "object",
-    "properties": {"name": {"type": "string"}, "scale": {"type": "number", "default": 1.0}},
+    "properties": {
+        "name": {"type": "string"},
+        "scale": {"type": "number", "default": 1.0},
+        "revision": {"type": "string"},
+    },
     "required": ["name"],
 }
 _LORA_SCHEMA = {

@@ -349,5 +349,8 @@ class FakeLibrary(NameBook):
     def find_version(self, name: str, prefix: str) -> StoredAdapter:
         return self._stored(self.registry.version(self.registry.resolve(AdapterName(name, prefix))))
 
+    def check_access(self, place: AdapterPlace) -> None:
+        raise NotImplementedError
+
     def is_changed(self, *, wait: bool) -> bool:
         return False
