@@ -214,6 +214,10 @@ class EngineLoop:
             adapter_hits_total=lora.hits,
             adapter_misses_total=lora.misses,
             adapters_by_state=lora.by_state,
+            adapter_staging_seconds_total=lora.staging_seconds,
+            adapter_upload_seconds_total=lora.upload_seconds,
+            running_adapters=list(queue.running_versions),
+            waiting_adapters=list(queue.waiting_versions),
             retractions_total=queue.retractions_total,
             prompt_tokens_total=queue.prompt_tokens_total,
             cached_tokens_total=queue.cached_tokens_total,
@@ -268,8 +272,11 @@ class EngineLoop:
             self._open.discard(request.id)
             self._adapters.unhold(request.adapters)
             self._counters.requests[str(event.finish_reason)] += 1
+        first = event.start == 0 and bool(event.new_tokens) and request.admitted_at is not None
         return RequestOutput(
             id=request.id,
+            queued_s=(request.admitted_at or 0.0) - request.arrival if first else None,
+            cold=first and request.passed_over_at is not None,
             token_ids=list(event.new_tokens),
             logprobs=[_wire(logprobs)] if logprobs is not None and event.new_tokens else None,
             prompt_logprobs=None if prompt_logprobs is None else [v and _wire(v) for v in prompt_logprobs],

@@ -125,6 +125,8 @@ class RequestOutput(msgspec.Struct, tag="output", kw_only=True):
     finish_reason: str | None = None
     error: ErrorInfo | None = None
     cached_tokens: int = 0
+    queued_s: float | None = None  # with the first token: how long it waited to be admitted
+    cold: bool = False  # with the first token: whether it had to wait for its adapter
 
 
 class Outputs(msgspec.Struct, tag="outputs", kw_only=True):
@@ -184,6 +186,10 @@ class EngineStats(msgspec.Struct, tag="stats", kw_only=True):
     adapter_hits_total: int = 0  # requests that found their adapter on the device
     adapter_misses_total: int = 0
     adapters_by_state: dict[str, int] = {}
+    adapter_staging_seconds_total: float = 0.0
+    adapter_upload_seconds_total: float = 0.0
+    running_adapters: list[str] = []  # versions
+    waiting_adapters: list[str] = []
     retractions_total: int = 0
     prompt_tokens_total: int = 0
     cached_tokens_total: int = 0

@@ -38,6 +38,7 @@ class DeviceTier:
         self.uploading: dict[str, AdapterEntry] = {}
         self.num_uploads = 0
         self.num_evictions = 0
+        self.upload_seconds = 0.0
         self.limit_bytes = pool.capacity_bytes
         self._clock = clock
         self._max_overtakes = max_overtakes
@@ -91,6 +92,7 @@ class DeviceTier:
                     warm(entry, self._clock())
                 entry.loads += 1
                 self.num_uploads += 1
+                self.upload_seconds += self._clock() - entry.placed_at
         return failed
 
     def cancel(self, entry: AdapterEntry) -> None:
@@ -172,6 +174,7 @@ class DeviceTier:
         assert entry.host is not None
         entry.held = self.pool.reserve(entry.host)
         assert entry.held is not None, "the plan promised pages that are not there"
+        entry.placed_at = self._clock()
         entry.blocked_since = None
         entry.overtaken = 0
         self.uploading[entry.version] = entry

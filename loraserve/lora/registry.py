@@ -168,6 +168,12 @@ class Registry:
             db.executemany("DELETE FROM versions WHERE version = ?", [(version,) for version in gone])
             return gone
 
+    def num_bytes(self) -> int:
+        """Bytes of the files of all versions."""
+        query = "SELECT COALESCE(SUM(json_extract(value, '$[1]')), 0) FROM versions, json_each(versions.files)"
+        with self._transaction(write=False) as db:
+            return int(db.execute(query).fetchone()[0])
+
     # -- names ----------------------------------------------------------------------------------------------------
 
     def set_alias(

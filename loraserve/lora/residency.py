@@ -329,7 +329,7 @@ class AdapterResidency:
         return entry
 
     def _collect(self) -> None:
-        for entry, staged, error in self._host.collect():
+        for entry, staged, error, _ in self._host.collect():
             if error is not None:
                 self._fail(entry, error)
             elif staged is not None:

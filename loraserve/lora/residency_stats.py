@@ -36,4 +36,6 @@ def residency_stats(
         failures=counts["failures"],
         hits=counts["hits"],
         misses=counts["misses"],
+        staging_seconds=host.staging_seconds,
+        upload_seconds=device.upload_seconds,
     )

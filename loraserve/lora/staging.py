@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ class StagingResult(NamedTuple):
     entry: AdapterEntry
     staged: StagedAdapter | None
     error: LoraserveError | None
+    seconds: float = 0.0  # that the work took
 
 
 class Loader:
@@ -81,7 +83,9 @@ def _perform(task: StagingTask) -> StagingResult:
     try:
         if task.ticket.cancelled:
             return StagingResult(task.entry, None, None)
-        return StagingResult(task.entry, task.work(), None)
+        begun = time.monotonic()
+        staged = task.work()
+        return StagingResult(task.entry, staged, None, time.monotonic() - begun)
     except StagingCancelled:
         return StagingResult(task.entry, None, None)
     except LoraserveError as error:
@@ -115,6 +119,7 @@ class HostTier:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0  # staged copies and the ones being made
         self.num_evictions = 0
+        self.staging_seconds = 0.0
         self._layout = layout
         self._dtype = dtype
         self._pin_memory = pin_memory
@@ -157,7 +162,8 @@ class HostTier:
     def collect(self) -> list[StagingResult]:
         """Take what the loader finished. Entries are STAGED, or ABSENT if cancelled; failed ones stay FETCHING."""
         results = self._loader.collect()
-        for i, (entry, staged, error) in enumerate(results):
+        for i, (entry, staged, error, seconds) in enumerate(results):
+            self.staging_seconds += seconds
             del self._loading[entry.version]
             entry.ticket = None
             if staged is not None and entry.checksum not in (None, staged.checksum):

@@ -68,6 +68,7 @@ class AdapterEntry:
     last_used: float = 0.0
     heat: float = 0.0  # uses, halved over time: as of `heat_at`
     heat_at: float = 0.0
+    placed_at: float = 0.0  # when it was given its pages
     blocked_since: float | None = None  # first in line for pages that are not there
     overtaken: int = 0  # uploads that went ahead while it was blocked
     error: LoraserveError | None = None
@@ -212,6 +213,8 @@ class ResidencyStats(NamedTuple):
     failures: int
     hits: int
     misses: int
+    staging_seconds: float
+    upload_seconds: float
 
     @property
     def by_state(self) -> dict[str, int]:

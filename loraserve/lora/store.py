@@ -134,6 +134,10 @@ class AdapterStore:
         """All versions, oldest first."""
         return self._registry.versions()
 
+    def num_bytes(self) -> int:
+        """Bytes of the files of all versions."""
+        return self._registry.num_bytes()
+
     def verify(self, version: str) -> bool:
         """Whether every file of a version still has the bytes that were copied. Raises `AdapterNotFound`."""
         files = self._registry.version(version).files

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 from loraserve import __version__
 from loraserve.config import ServeConfig
+from loraserve.server.adapter_metrics import AdapterCollector
 from loraserve.server.admin import admin_router
 from loraserve.server.admin_limits import limits_router
 from loraserve.server.auth import Auth
@@ -48,22 +49,33 @@ def make_state(
     base_name = served_name(config.engine.model)
     inflight, lora = InFlight(engine), config.engine.lora
     metrics = Metrics(lambda: engine.stats)
+    directory = AdapterDirectory(
+        engine,
+        library,
+        inflight,
+        base_name,
+        sources=parse_sources(lora.adapter_source),
+        max_on_demand=lora.adapter_source_count,
+        max_on_demand_bytes=lora.adapter_source_size,
+        clock=clock,
+    )
+    collector = AdapterCollector(
+        metrics.traffic,
+        lambda: engine.stats,
+        lambda: (entry.served for entry in directory.entries() if entry.served is not None),
+        base_name,
+        lora.max_lora_slots,
+        lambda: metrics.disk_bytes,
+    )
+    metrics.registry.register(collector)
     return ServerState(
         config=config,
         engine=engine,
         base_name=base_name,
-        directory=AdapterDirectory(
-            engine,
-            library,
-            inflight,
-            base_name,
-            sources=parse_sources(lora.adapter_source),
-            max_on_demand=lora.adapter_source_count,
-            max_on_demand_bytes=lora.adapter_source_size,
-            clock=clock,
-        ),
+        directory=directory,
         inflight=inflight,
         metrics=metrics,
+        disk_bytes=library.disk_bytes,
         meter=RequestMeter(metrics),
         auth=Auth(config.server),
         text_or_none=None if tokenizer is None else Text(tokenizer),

@@ -70,7 +70,7 @@ class AdapterDirectory:
             sources,
             library,
             self._versions,
-            lambda served, purge: self._spawn(self._finish_unload(served, 0.0, purge)),
+            lambda served, limit_s: self._spawn(self._finish_unload(served, limit_s, [served.version])),
             max_adapters=max_on_demand,
             max_bytes=max_on_demand_bytes,
             clock=clock,
@@ -308,14 +308,10 @@ class AdapterDirectory:
         With `purge` its files are deleted too, unless another name has or had the same version. Raises
         `AdapterNotFound`, or `AdapterInUse` while the name is being loaded.
         """
-        found = self._settled(name)
+        self._settled(name)
+        limit_s = 0.0 if force else deadline_s
         if name not in self._entries:
-            gone = self._on_demand.drop(name)
-            limit_s = 0.0 if force else deadline_s
-            rests = [self._spawn(self._finish_unload(served, limit_s, [served.version])) for served in gone]
-            running = sum(len(served.holds) for served in gone)
-            aborted = sum(await asyncio.shield(asyncio.gather(*rests))) if wait else 0
-            return Unloaded(name, found.served and found.served.version, running - aborted if wait else 0, aborted)
+            return await self._on_demand.unload(name, limit_s, wait=wait)
         async with self._registry.changing:
             entry = self._settled(name)  # again: waiting for the lock took time
             del self._entries[name]
@@ -329,7 +325,7 @@ class AdapterDirectory:
                 raise
         if entry.served is None:
             return Unloaded(name, None, 0, 0)
-        rest = self._spawn(self._finish_unload(entry.served, 0.0 if force else deadline_s, had if purge else []))
+        rest = self._spawn(self._finish_unload(entry.served, limit_s, had if purge else []))
         aborted = await asyncio.shield(rest) if wait else 0
         return Unloaded(name, entry.served.version, running - aborted if wait else 0, aborted)
 

@@ -124,7 +124,7 @@ class Generation:
 
     async def _run(self, job: Job) -> AsyncGenerator[Delta, None]:
         """One choice. Leaving early, also by a stop string, ends it in the engine."""
-        meter = self.meter.begin(job.request, self.started)
+        meter = self.meter.begin(job.request, self.started, job.hold.adapters)
         reason = "error"
         try:
             with self.inflight.holding(job.hold):
@@ -166,6 +166,8 @@ class Generation:
                 piece = _echo(job.prompt, prompt_logprobs)
             _take(output, assembler, piece)
             job.num_generated += len(output.token_ids)
+            if output.queued_s is not None:
+                meter.admitted(output.queued_s, output.cold)
             if output.token_ids:
                 meter.tokens(len(output.token_ids))
             if assembler.stopped:

@@ -43,6 +43,7 @@ class Names(Protocol):
     def version(self, version: str) -> VersionRecord: ...
     def registered(self) -> list[tuple[Alias, VersionRecord]]: ...
     def note_use(self, last_used: Mapping[str, float], tiers: Mapping[str, str] | None = None) -> None: ...
+    def num_bytes(self) -> int: ...
 
 
 class NameBook:
@@ -108,6 +109,10 @@ class NameBook:
     def note_use(self, last_used: Mapping[str, float], tiers: Mapping[str, str] | None) -> None:
         """See `AdapterLibrary`."""
         self._names.note_use(last_used, tiers)
+
+    def disk_bytes(self) -> int:
+        """See `AdapterLibrary`."""
+        return self._names.num_bytes()
 
     def _registered(self, alias: Alias, record: VersionRecord) -> Registered:
         return Registered(

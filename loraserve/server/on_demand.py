@@ -19,6 +19,7 @@ from loraserve.errors import AdapterNotFound, LoraserveError, Overloaded
 from loraserve.lora.records import Visibility
 from loraserve.server.caller import Caller
 from loraserve.server.engine_versions import EngineVersions
+from loraserve.server.entries import Unloaded
 from loraserve.server.inflight import ServedAdapter
 from loraserve.server.lora_field import AdapterRef
 from loraserve.server.ports import AdapterLibrary, AdapterPlace
@@ -66,7 +67,7 @@ class OnDemand:
         sources: AdapterSources,
         library: AdapterLibrary,
         versions: EngineVersions,
-        retire: Callable[[ServedAdapter, list[str]], object],
+        retire: Callable[[ServedAdapter, float], asyncio.Task[int]],
         *,
         max_adapters: int,
         max_bytes: int,
@@ -132,10 +133,14 @@ class OnDemand:
             finally:
                 await self._versions.release(stored)
 
-    def drop(self, name: str) -> list[ServedAdapter]:
-        """Forget all revisions of a name; the caller retires what is returned."""
+    async def unload(self, name: str, deadline_s: float, *, wait: bool) -> Unloaded:
+        """Forget all revisions of a name, with their files; it comes again when it is named again."""
         gone = [self._known.pop(key) for key in list(self._known) if key[0] == name]
-        return [entry.served for entry in gone if entry.served is not None]
+        served = [entry.served for entry in gone if entry.served is not None]
+        running = sum(len(each.holds) for each in served)
+        rests = [self._retire(each, deadline_s) for each in served]
+        aborted = sum(await asyncio.shield(asyncio.gather(*rests))) if wait else 0
+        return Unloaded(name, served[0].version if served else None, running - aborted if wait else 0, aborted)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -220,7 +225,7 @@ class OnDemand:
         for entry in here[: max(0, len(here) - self._max_adapters)]:
             if entry.served is not None and not entry.served.holds and entry.task is None:
                 del self._known[entry.key]
-                self._retire(entry.served, [entry.served.version])
+                self._retire(entry.served, 0.0)
 
     def _forget_old(self) -> None:
         """Keep the memory of failures bounded, whatever names are asked for."""

@@ -148,3 +148,7 @@ class AdapterLibrary(Protocol):
     def note_use(self, last_used: Mapping[str, float], tiers: Mapping[str, str] | None) -> None:
         """Remember when names were last used, and which versions are not on disk alone."""
         ...
+
+    def disk_bytes(self) -> int:
+        """Bytes of everything that is stored."""
+        ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ class ServerState:
     directory: AdapterDirectory
     inflight: InFlight
     metrics: Metrics
+    disk_bytes: Callable[[], int]  # of stored adapters; blocks
     meter: RequestMeter
     auth: Auth
     text_or_none: Text | None

@@ -224,6 +224,8 @@ class FakeEngine:
                 prompt_logprobs=prompt_logprobs,
                 finish_reason=reason,
                 cached_tokens=self.cached,
+                queued_s=0.25 if index == 0 else None,
+                cold=bool(request.adapters) and index == 0,
             )
             prompt_logprobs = None
         yield RequestOutput(id=request.id, finish_reason=self.end_with or "length", cached_tokens=self.cached)
