@@ -276,7 +276,7 @@ class EngineLoop:
         return RequestOutput(
             id=request.id,
             queued_s=(request.admitted_at or 0.0) - request.arrival if first else None,
-            cold=first and request.passed_over_at is not None,
+            cold=first and request.was_passed_over,
             token_ids=list(event.new_tokens),
             logprobs=[_wire(logprobs)] if logprobs is not None and event.new_tokens else None,
             prompt_logprobs=None if prompt_logprobs is None else [v and _wire(v) for v in prompt_logprobs],

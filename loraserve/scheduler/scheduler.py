@@ -308,6 +308,7 @@ class Scheduler:
 
     def _start(self, request: Request) -> None:
         self._waiting.remove(request)
+        request.was_passed_over |= request.passed_over_at is not None
         self._turns.forget(request)
         request.state = RequestState.RUNNING
         insort(self._running, request, key=Request.rank)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from loraserve.errors import (
     AdapterInUse,
@@ -18,11 +17,13 @@ from loraserve.errors import (
 )
 from loraserve.lora.history import NameVersion
 from loraserve.lora.names import check_name
+from loraserve.server.background import Background
 from loraserve.server.caller import Caller
 from loraserve.server.engine_versions import EngineVersions
 from loraserve.server.entries import Entry, Failure, Flight, LoadOrder, Unloaded
 from loraserve.server.inflight import InFlight, ServedAdapter, wait_event
 from loraserve.server.lora_field import AdapterRef
+from loraserve.server.older_versions import OlderVersions
 from loraserve.server.on_demand import OnDemand
 from loraserve.server.ports import AdapterLibrary, AdapterPlace, EnginePort, Registered, StoredAdapter
 from loraserve.server.registry_sync import RegistrySync
@@ -61,16 +62,17 @@ class AdapterDirectory:
         self._wall = wall
         self._entries: dict[str, Entry] = {}
         self._versions = EngineVersions(engine)
+        self._background = Background()
+        self._spawn = self._background.spawn
         self._imports = asyncio.Semaphore(MAX_IMPORTS)
-        self._registry = RegistrySync(
-            library, self._entries, base_name, self._serve, lambda served: self._spawn(self._retire(served))
-        )
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._older = OlderVersions(library, self._versions, self._leave)
+        self._registry = RegistrySync(library, self._entries, base_name, self._serve, self._leave, self._older.take)
         self._on_demand = OnDemand(
             sources,
             library,
             self._versions,
-            lambda served, limit_s: self._spawn(self._finish_unload(served, limit_s, [served.version])),
+            self._spawn,
+            lambda served, limit_s: self._spawn(self._finish_unload([served], limit_s, [served.version])),
             max_adapters=max_on_demand,
             max_bytes=max_on_demand_bytes,
             clock=clock,
@@ -122,25 +124,34 @@ class AdapterDirectory:
             reason = "" if entry.failure is None else f": {entry.failure.error.message}"
             raise AdapterNotFound(f"adapter {ref.name!r} could not be loaded{reason}", param=param)
         if ref.prefix is not None and not entry.served.version.startswith(ref.prefix):
-            raise AdapterNotFound(f"adapter {ref.name!r} has no version that begins with {ref.prefix}", param=param)
+            older = self._older.find(entry.served, ref.prefix)
+            if older is None:
+                raise AdapterNotFound(f"adapter {ref.name!r} has no version that begins with {ref.prefix}", param=param)
+            return older
         return entry.served
 
-    async def prepare(self, refs: Iterable[AdapterRef], caller: Caller = ANYONE) -> None:
+    async def prepare(self, refs: Iterable[AdapterRef], caller: Caller = ANYONE) -> bool:
         """Before `resolve`: see what other processes registered, and have the engine know what the request names.
 
-        Names that do not exist are left to `resolve`. Raises what the engine says of an adapter.
+        True if something had to be brought in. Names that do not exist are left to `resolve`. Raises what the engine
+        says of an adapter.
         """
+        cold = False
         refs = list(refs)
         if refs:
             await self._registry.see_changes(thorough=any(ref.name not in self._entries for ref in refs))
         for ref in refs:
             entry = self._entries.get(ref.name)
             if ref.revision is not None or entry is None or not self._is_alive(entry):
-                await self._on_demand.prepare(ref, caller)
+                cold |= await self._on_demand.prepare(ref, caller)
                 continue
             served = None if entry is None or not _may_see(entry, caller.tenant) else entry.served
+            if served is not None and not served.version.startswith(ref.prefix or ""):
+                served = await self._older.prepare(served, ref.prefix or "")
             if served is not None and not self._versions.has(served.version):
+                cold = True
                 await self.warm(served)
+        return cold
 
     async def warm(self, served: ServedAdapter, *, to: str | None = None, idle_s: float = 0.0) -> None:
         """Have the engine know an adapter that came from the registry. Raises what the engine says of it.
@@ -249,7 +260,7 @@ class AdapterDirectory:
         former = "" if before is None else f" instead of {before.version[:12]}, which stays in its history"
         logger.info("adapter %s serves version %s%s", entry.name, served.version[:12], former)
         if before is not None:
-            self._spawn(self._retire(before))
+            self._leave(before)
 
     # -- versions, pins -------------------------------------------------------------------------------------------
 
@@ -315,7 +326,8 @@ class AdapterDirectory:
         async with self._registry.changing:
             entry = self._settled(name)  # again: waiting for the lock took time
             del self._entries[name]
-            running = 0 if entry.served is None else len(entry.served.holds)
+            going = [] if entry.served is None else [entry.served, *self._older.take(name)]
+            running = sum(len(served.holds) for served in going)
             try:
                 had = [] if entry.served is None else await asyncio.to_thread(self._library.forget, name)
             except AdapterNotFound:  # another process was faster
@@ -325,14 +337,13 @@ class AdapterDirectory:
                 raise
         if entry.served is None:
             return Unloaded(name, None, 0, 0)
-        rest = self._spawn(self._finish_unload(entry.served, limit_s, had if purge else []))
+        rest = self._spawn(self._finish_unload(going, limit_s, had if purge else []))
         aborted = await asyncio.shield(rest) if wait else 0
         return Unloaded(name, entry.served.version, running - aborted if wait else 0, aborted)
 
-    async def _finish_unload(self, served: ServedAdapter, deadline_s: float, purge: list[str]) -> int:
-        running = len(served.holds)
-        aborted = await self._retire(served, deadline_s)
-        logger.info("adapter %s unloaded (%d requests drained, %d aborted)", served.name, running - aborted, aborted)
+    async def _finish_unload(self, going: list[ServedAdapter], deadline_s: float, purge: list[str]) -> int:
+        aborted = sum(await asyncio.gather(*(self._retire(served, deadline_s) for served in going)))
+        logger.info("adapter %s unloaded (%d requests aborted)", going[0].name, aborted)
         unused = [version for version in purge if not self._versions.is_used(version)]
         if unused:
             await asyncio.to_thread(self._library.purge, unused)
@@ -343,6 +354,9 @@ class AdapterDirectory:
         if entry.flight is not None:
             raise AdapterInUse(f"{name!r} is being loaded", param="name")
         return entry
+
+    def _leave(self, served: ServedAdapter) -> None:
+        self._spawn(self._retire(served))
 
     def _settled_and_served(self, name: str) -> tuple[Entry, ServedAdapter]:
         entry = self._settled(name)
@@ -370,26 +384,12 @@ class AdapterDirectory:
 
     async def close(self) -> None:
         """End what is under way, at the end of the server."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._background.close()
 
     def _is_alive(self, entry: Entry) -> bool:
         if entry.failure is not None and self._clock() - entry.failure.at >= KEEP_FAILURE_S:
             entry.failure = None
         return entry.served is not None or entry.flight is not None or entry.failure is not None
-
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        # Retrieved here, because nobody waits for a load with wait: false.
-        if not task.cancelled() and task.exception() is not None:
-            logger.info("an adapter operation failed: %s", task.exception())
 
 
 def _may_see(entry: Entry, tenant: str) -> bool:

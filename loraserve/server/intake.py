@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
@@ -69,6 +70,7 @@ class SharedFields(NamedTuple):
     timeout_s: float | None
     cache_salt: str | None
     caller: Caller
+    started: float  # monotonic seconds
 
 
 def check_shared(body: GenerationBody, caller: Caller) -> SharedFields:
@@ -91,7 +93,15 @@ def check_shared(body: GenerationBody, caller: Caller) -> SharedFields:
         check_fields(body.stream_options, STREAM_NEUTRAL, "stream_options.")
     include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     return SharedFields(
-        n, stream, include_usage, bool(body.return_token_ids), priority, timeout_s, body.cache_salt, caller
+        n,
+        stream,
+        include_usage,
+        bool(body.return_token_ids),
+        priority,
+        timeout_s,
+        body.cache_salt,
+        caller,
+        time.monotonic(),
     )
 
 
@@ -178,6 +188,7 @@ def make_generation(
     request_id: str,
     *,
     echo: bool = False,
+    cold: bool = False,
 ) -> Generation:
     """Jobs for every choice of every prompt, holding their adapters until they end."""
     if len(prompts) * shared.n > MAX_CHOICES:
@@ -208,7 +219,7 @@ def make_generation(
             )
             hold = state.inflight.acquire(request.id, [use.adapter for use in prompt.uses])
             jobs.append(Job(index, prompt, request, hold, echo))
-    return Generation(state.engine, state.text, state.inflight, state.meter, jobs)
+    return Generation(state.engine, state.text, state.inflight, state.meter, jobs, shared.started, cold)
 
 
 def new_id(prefix: str, request: Request) -> str:

@@ -11,9 +11,9 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from loraserve.errors import AdapterNotFound, LoraserveError, Overloaded
 from loraserve.lora.records import Visibility
@@ -67,6 +67,7 @@ class OnDemand:
         sources: AdapterSources,
         library: AdapterLibrary,
         versions: EngineVersions,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         retire: Callable[[ServedAdapter, float], asyncio.Task[int]],
         *,
         max_adapters: int,
@@ -77,6 +78,7 @@ class OnDemand:
         self._sources = sources
         self._library = library
         self._versions = versions
+        self._spawn = spawn
         self._retire = retire
         self._max_adapters = max_adapters
         self._max_bytes = max_bytes
@@ -102,24 +104,26 @@ class OnDemand:
                 return None
         return entry.served
 
-    async def prepare(self, ref: AdapterRef, caller: Caller) -> None:
+    async def prepare(self, ref: AdapterRef, caller: Caller) -> bool:
         """Fetch what is not here, and ask the Hub whether this caller may have it. Names no source allows do nothing.
 
-        Raises what the fetch raises, what the Hub says of the caller's token, `Overloaded`.
+        True if something was brought in. Raises what the fetch raises, what the Hub says of the caller's token, and
+        `Overloaded`.
         """
         if not self._sources:
-            return
+            return False
         key = (ref.name, ref.revision)
         entry = self._known.get(key)
         place: AdapterPlace | None = None
         if entry is None or entry.served is None or entry.restricted:
             place = await asyncio.to_thread(find_place, self._sources, *key)
             if place is None:
-                return
+                return False
         if entry is None:
             self._forget_old()
             entry = self._known.setdefault(key, Demanded(key))
         entry.used_at = self._clock()
+        cold = entry.served is None
         if place is not None:
             if place.repo is not None:
                 place = replace(place, token=caller.hub_token or False)
@@ -132,6 +136,8 @@ class OnDemand:
                 await self._versions.ensure(stored)
             finally:
                 await self._versions.release(stored)
+            cold = True
+        return cold
 
     async def unload(self, name: str, deadline_s: float, *, wait: bool) -> Unloaded:
         """Forget all revisions of a name, with their files; it comes again when it is named again."""
@@ -154,7 +160,7 @@ class OnDemand:
                     raise Overloaded("too many adapters are being fetched; try again later")
                 entry.fetching_for = who
                 work = self._fetch(entry, place, who) if entry.served is None else self._check(entry, place, who)
-                entry.task = asyncio.create_task(work)
+                entry.task = self._spawn(work)
                 self._tasks.add(entry.task)
                 entry.task.add_done_callback(self._tasks.discard)
             mine = entry.fetching_for == who

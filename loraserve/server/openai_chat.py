@@ -92,7 +92,7 @@ async def _prepare(
     num_top = _num_top(body)
     limits = _limits(body)
     blends = parse_lora_field(body.lora, 1, per_prompt=False)
-    await state.prepare_adapters(body.model, blends, shared.caller)
+    cold = await state.prepare_adapters(body.model, blends, shared.caller)
     resolve_adapters(state, body.model, blends, shared.caller)  # an unknown name costs no tokenization
     text = render_prompt(state, body.messages, body.add_generation_prompt, bool(body.continue_final_message))
     check_length(state, limits, text)
@@ -102,7 +102,7 @@ async def _prepare(
     # Again, because what a name means may have changed; from here to the holds nothing is awaited.
     (uses,) = resolve_adapters(state, body.model, blends, shared.caller)
     prompt = Prompt(0, ids, text, [], uses)
-    generation = make_generation(state, body, shared, [prompt], limits, Logprobs(num_top), request_id)
+    generation = make_generation(state, body, shared, [prompt], limits, Logprobs(num_top), request_id, cold=cold)
     form = _Format(request_id, int(time.time()), body.model, num_top, shared.return_token_ids, shared.include_usage)
     return generation, form
 

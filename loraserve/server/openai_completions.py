@@ -75,7 +75,7 @@ async def _prepare(
     values = _split_prompts(body.prompt)
     per_prompt = bool(body.lora_per_prompt)
     blends = parse_lora_field(body.lora, len(values), per_prompt)
-    await state.prepare_adapters(body.model, blends, shared.caller)
+    cold = await state.prepare_adapters(body.model, blends, shared.caller)
     resolve_adapters(state, body.model, blends, shared.caller)  # an unknown name costs no tokenization
     echo = bool(body.echo)
     limits = Limits(body.max_tokens, DEFAULT_MAX_TOKENS)
@@ -92,6 +92,7 @@ async def _prepare(
         Logprobs(body.logprobs, body.logprobs if echo else None),
         request_id,
         echo=echo,
+        cold=cold,
     )
     form = _Format(
         request_id,

@@ -27,7 +27,9 @@ class RegistrySync:
         base_name: str,
         serve: Callable[[Entry, Registered], None],
         leave: Callable[[ServedAdapter], object],
+        take_older: Callable[[str], list[ServedAdapter]],
     ) -> None:
+        self._take_older = take_older
         self.changing = asyncio.Lock()
         self._library = library
         self._entries = entries
@@ -52,6 +54,8 @@ class RegistrySync:
                     logger.info("adapter %s was unregistered by another process", name)
                     del self._entries[name]
                     self._leave(entry.served)
+                    for older in self._take_older(name):
+                        self._leave(older)
         return found
 
     async def see_changes(self, *, thorough: bool) -> None:

@@ -67,15 +67,14 @@ class ServerState:
         if model is not None:
             self.adapter_of(model, caller)
 
-    async def prepare_adapters(self, model: str, lora: Sequence[Blend | None], caller: Caller) -> None:
+    async def prepare_adapters(self, model: str, lora: Sequence[Blend | None], caller: Caller) -> bool:
         """Make what a request names ready to be resolved; see `AdapterDirectory.prepare`. What is wrong comes later."""
         try:
             named = parse_model(model, self.base_name)
         except AdapterRefused:
             named = None
         refs = {ref: None for blend in (() if named is None else (named,), *lora) for ref in blend or ()}
-        if refs:
-            await self.directory.prepare(refs, caller)
+        return bool(refs) and await self.directory.prepare(refs, caller)
 
     def adapter_of(self, model: str, caller: Caller) -> AdapterRef | None:
         """The served adapter that a `model` field names, None for the base. Raises `ModelNotFound`, `AdapterInUse`."""

@@ -375,7 +375,7 @@ async def test_many_cycles_leave_nothing(
         await asyncio.gather(*(cycle(index) for index in range(start, start + 10)))
     for entry in directory.entries():
         await directory.unload(entry.name)
-    await eventually(lambda: not directory._tasks)
+    await eventually(lambda: not directory._background.tasks)
     assert engine.loaded == {}
     assert len(inflight) == 0
     assert not directory._versions._uses
