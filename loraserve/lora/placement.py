@@ -158,10 +158,12 @@ class DeviceTier:
         quiet_since = max(entry.blocked_since, *(e.last_used for e in protected))
         if now - quiet_since < self._last_resort_s:
             return False
-        logger.warning("adapter version %s was blocked; protected idle adapters make room", entry.version[:12])
-        everybody = self._victims(entry) + protected
+        logger.warning(
+            "adapter version %s was blocked; protected idle adapters or the limit give way", entry.version[:12]
+        )
+        victims = self._victims(entry)
         # A limit that was lowered below what one request needs at once gives way, or that request would never run.
-        return self._place_over(entry, everybody) or self._place_over(entry, everybody, limited=False)
+        return self._place_over(entry, victims, limited=False) or self._place_over(entry, victims + protected)
 
     def _place_over(self, entry: AdapterEntry, victims: list[AdapterEntry], *, limited: bool = True) -> bool:
         plan = self._plan(entry, victims) if limited else victims
