@@ -104,6 +104,9 @@ class LoraConfig:
     """Adapters: where they may come from and how much memory they get."""
 
     adapter_dir: tuple[Path, ...] = option((), "Folder that local adapter paths must lie under (repeatable).")
+    adapter_url: tuple[str, ...] = option(
+        (), "Address that s3://, gs://, https:// and file:// paths must lie under (repeatable)."
+    )
     adapter: tuple[str, ...] = option((), "NAME=PATH to register at start (repeatable).")
     adapter_source: tuple[str, ...] = option(
         (), "hub:ORG/PATTERN or dir:PATH whose adapters requests may name without a load (repeatable)."

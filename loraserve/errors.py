@@ -322,6 +322,22 @@ class SubfolderNotFound(AdapterError):
     code = "subfolder_not_found"
 
 
+class SourceFailed(AdapterError):
+    """An object store or web server could not be read."""
+
+    status = 502
+    type = "server_error"
+    code = "source_failed"
+
+
+class SourceNotFound(AdapterError):
+    """There is nothing at that address."""
+
+    status = 404
+    type = "not_found_error"
+    code = "source_not_found"
+
+
 class HubAccessDenied(HubError):
     """The repository is gated and the token has no access."""
 

@@ -15,7 +15,8 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -121,6 +122,15 @@ class AdapterStore:
         if not folder.is_dir():
             raise AdapterRefused(AdapterFault.MISSING_WEIGHTS, f"the files of version {version[:12]} are gone")
         return folder
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A path for files on their way in; it does not exist yet, and is deleted at the end."""
+        path = self._workspace.new_path()
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
 
     def place(self, version: str) -> Path:
         """Where the files of a version lie if it is stored; nothing is looked up."""

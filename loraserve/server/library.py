@@ -12,6 +12,7 @@ from loraserve.lora.history import NameVersion
 from loraserve.lora.hub import HubRepo, check_access, fetch_hub, is_offline
 from loraserve.lora.names import AdapterName
 from loraserve.lora.records import Alias, VersionRecord, Visibility
+from loraserve.lora.remote import fetch_url, is_url
 from loraserve.lora.sources import FetchedFolder, resolve_local
 from loraserve.lora.spec import AdapterSource, BaseGeometry
 from loraserve.lora.store import MAX_ADAPTER_BYTES, AdapterStore
@@ -139,20 +140,23 @@ class StoreLibrary(NameBook):
         geometry: Callable[[], BaseGeometry],
         max_rank: int,
         allowed: tuple[Path, ...],
+        allowed_urls: tuple[str, ...] = (),
     ) -> None:
         super().__init__(store, store.place)
         self._store = store
         self._geometry = geometry
         self._max_rank = max_rank
         self._allowed = allowed
+        self._allowed_urls = allowed_urls
 
     def add(self, place: AdapterPlace, progress: Progress) -> StoredAdapter:
         """Copy an adapter into the store. Raises `AdapterRefused`, `HubError`, `StorageFailed`, `EngineNotReady`."""
         geometry = self._geometry()
-        fetched = self._fetch(place, progress)
-        record = self._store.ingest(
-            fetched.folder, fetched.source, geometry, self._max_rank, progress, max_bytes=place.max_bytes
-        )
+        with self._store.scratch() as scratch:
+            fetched = self._fetch(place, progress, scratch)
+            record = self._store.ingest(
+                fetched.folder, fetched.source, geometry, self._max_rank, progress, max_bytes=place.max_bytes
+            )
         folder = self._store.folder(record.version)
         return StoredAdapter(record.version, folder, record.report, fetched.source, fetched.restricted)
 
@@ -169,7 +173,10 @@ class StoreLibrary(NameBook):
         """See `AdapterLibrary`."""
         return self._store.changed_by_others(wait=wait)
 
-    def _fetch(self, place: AdapterPlace, progress: Progress) -> FetchedFolder:
+    def _fetch(self, place: AdapterPlace, progress: Progress, scratch: Path) -> FetchedFolder:
+        limit = place.max_bytes or MAX_ADAPTER_BYTES
+        if place.path is not None and is_url(place.path):
+            return fetch_url(place.path, self._allowed_urls, scratch, limit, progress)
         if place.path is not None:
             # The operator's own paths may lie anywhere; a client's must lie under --adapter-dir.
             allowed = self._allowed if place.root is None else (place.root,)
@@ -178,5 +185,4 @@ class StoreLibrary(NameBook):
         repo = HubRepo(place.repo, place.revision, place.subfolder)
         if place.on_demand and is_offline():
             raise HubError(f"{place.repo} cannot be fetched on demand: the Hub may not be asked (HF_HUB_OFFLINE)")
-        limit = place.max_bytes or MAX_ADAPTER_BYTES
         return fetch_hub(repo, token=place.token, progress=progress, max_bytes=limit)

@@ -101,7 +101,9 @@ class Service:
 
     def _make_library(self, store: AdapterStore) -> StoreLibrary:
         lora = self._config.engine.lora
-        return StoreLibrary(store, lambda: self._engine.info.geometry, lora.max_lora_rank, lora.adapter_dir)
+        return StoreLibrary(
+            store, lambda: self._engine.info.geometry, lora.max_lora_rank, lora.adapter_dir, lora.adapter_url
+        )
 
     async def _live(
         self, state: ServerState, serving: asyncio.Task[None], listener: socket.socket, journal: UseJournal
