@@ -154,8 +154,10 @@ class StoreLibrary(NameBook):
         geometry = self._geometry()
         with self._store.scratch() as scratch:
             fetched = self._fetch(place, progress, scratch)
+            # What was fetched has been counted already; copying it into the store must not count it again.
+            copying = progress if fetched.source.kind == "local" else _silent
             record = self._store.ingest(
-                fetched.folder, fetched.source, geometry, self._max_rank, progress, max_bytes=place.max_bytes
+                fetched.folder, fetched.source, geometry, self._max_rank, copying, max_bytes=place.max_bytes
             )
         folder = self._store.folder(record.version)
         return StoredAdapter(record.version, folder, record.report, fetched.source, fetched.restricted)
@@ -186,3 +188,7 @@ class StoreLibrary(NameBook):
         if place.on_demand and is_offline():
             raise HubError(f"{place.repo} cannot be fetched on demand: the Hub may not be asked (HF_HUB_OFFLINE)")
         return fetch_hub(repo, token=place.token, progress=progress, max_bytes=limit)
+
+
+def _silent(done: int, total: int) -> None:
+    pass

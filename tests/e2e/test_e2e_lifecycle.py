@@ -145,6 +145,17 @@ def test_what_another_process_registers_is_seen_at_the_next_request(setup: Setup
         assert post(server, "/admin/limits", lora_memory="1TiB").status_code == 400
         assert post(server, "/adapters/prefetch", name="b").status_code == 200
         until(lambda: info(server, "b")["residency"] == "device")
+        assert server.metric("loraserve_adapter_requests_total", adapter="a") == 1
+        assert server.metric("loraserve_adapter_tokens_total", adapter="a", direction="out") == COUNT
+        assert server.metric("loraserve_adapter_bytes", tier="disk") > 10_000
+        cold, warm = (
+            server.metric("loraserve_adapter_time_to_first_token_seconds_count", residency=kind)
+            for kind in ("cold", "warm")
+        )
+        assert cold >= 1
+        assert cold + warm == 3
+        until(lambda: server.metric("loraserve_adapter_tier_load_seconds_total", tier="host") > 0)
+        assert server.metric("vllm:lora_requests_info", max_lora="256") > 1e9
 
 
 def test_killed_while_names_change(setup: Setup, tmp_path: Path) -> None:
