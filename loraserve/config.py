@@ -105,7 +105,15 @@ class LoraConfig:
     """Adapters: where they may come from and how much memory they get."""
 
     adapter_dir: tuple[Path, ...] = option((), "Folder that local adapter paths must lie under (repeatable).")
+    adapter_url: tuple[str, ...] = option(
+        (), "Address that s3://, gs://, https:// and file:// paths must lie under (repeatable)."
+    )
     adapter: tuple[str, ...] = option((), "NAME=PATH to register at start (repeatable).")
+    adapter_source: tuple[str, ...] = option(
+        (), "hub:ORG/PATTERN or dir:PATH whose adapters requests may name without a load (repeatable)."
+    )
+    adapter_source_size: int = option(2 * GIB, "Largest adapter that is fetched because a request names it.", size=True)
+    adapter_source_count: int = option(256, "Most adapters kept that came because requests named them.")
     lora_memory: int | None = option(None, "Device pool of adapter weights (default: from free memory).", size=True)
     host_lora_memory: int | None = option(None, "Host memory for staged adapters (default: from memory).", size=True)
     max_lora_rank: int = option(256, "Largest rank served; adapters above it are refused.")
@@ -117,6 +125,7 @@ class LoraConfig:
         check_least(1, lora_memory=self.lora_memory, host_lora_memory=self.host_lora_memory)
         check_least(1, max_lora_rank=self.max_lora_rank, max_lora_slots=self.max_lora_slots)
         check_least(1, lora_page_rows=self.lora_page_rows)
+        check_least(1, adapter_source_size=self.adapter_source_size, adapter_source_count=self.adapter_source_count)
         check_seconds("adapter_wait_limit_s", self.adapter_wait_limit_s, zero=True)
 
 

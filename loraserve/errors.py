@@ -262,6 +262,13 @@ class AmbiguousVersion(AdapterError):
     code = "ambiguous_version"
 
 
+class NoOlderVersion(AdapterError):
+    """The name has no version before the one that it points at."""
+
+    status = 409
+    code = "no_older_version"
+
+
 class BlendTooLarge(AdapterError):
     """The adapters of one request do not fit the device pool together."""
 
@@ -319,6 +326,22 @@ class SubfolderNotFound(AdapterError):
     status = 404
     type = "not_found_error"
     code = "subfolder_not_found"
+
+
+class SourceFailed(AdapterError):
+    """An object store or web server could not be read."""
+
+    status = 502
+    type = "server_error"
+    code = "source_failed"
+
+
+class SourceNotFound(AdapterError):
+    """There is nothing at that address."""
+
+    status = 404
+    type = "not_found_error"
+    code = "source_not_found"
 
 
 class HubAccessDenied(HubError):

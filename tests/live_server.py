@@ -66,6 +66,15 @@ class LiveServer:
             child.kill()
         assert not alive, f"processes left behind: {alive}"
 
+    def kill(self) -> None:
+        """SIGKILL; the engine must notice and end by itself."""
+        assert self.process is not None
+        children = self.children()
+        self.process.kill()
+        self.process.wait(10)
+        _, alive = psutil.wait_procs(children, 20)
+        assert not alive, f"processes left behind: {alive}"
+
     def children(self) -> list[psutil.Process]:
         """The server's child processes; the engine is one."""
         assert self.process is not None

@@ -1,4 +1,4 @@
-"""The command line: `loraserve serve`, `loraserve adapters …`, `loraserve verify`, `loraserve version`."""
+"""The command line: `loraserve serve`, `pull`, `loraserve adapters …`, `loraserve verify`, `loraserve version`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 from loraserve import __version__
 from loraserve.cli.adapters import adapters_app
+from loraserve.cli.pull import pull
 from loraserve.cli.refusals import error_line
 from loraserve.cli.serve import add_serve
 from loraserve.cli.verify import verify
@@ -41,6 +42,7 @@ def make_app() -> typer.Typer:
         typer.echo(__version__)
 
     add_serve(app)
+    app.command("pull")(pull)
     app.add_typer(adapters_app(), name="adapters")
     app.command("verify")(verify)
     return app

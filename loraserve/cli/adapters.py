@@ -2,58 +2,44 @@
 
 from __future__ import annotations
 
-import json
 from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
 
-import httpx
 import typer
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from loraserve.cli.adapters_offline import convert, inspect_path, is_path
+from loraserve.cli.adapters_versions import history, pin, prefetch, rollback
+from loraserve.cli.server_calls import (
+    DEFAULT_SERVER,
+    AdminKey,
+    AsJson,
+    Server,
+    call,
+    print_info,
+    print_json,
+    print_table,
+)
 from loraserve.config import LoraConfig, format_bytes
-from loraserve.errors import ConfigError, LoraserveError
-
-DEFAULT_SERVER = "http://127.0.0.1:8000"
-# Loading and draining take as long as they take; only reaching the server must be quick.
-TIMEOUT = httpx.Timeout(None, connect=10.0)
-PIPE_WIDTH = 1000
-
-Server = Annotated[str, typer.Option("--server", envvar="LORASERVE_SERVER", help="Address of the server.")]
-AdminKey = Annotated[
-    str | None, typer.Option("--admin-key", envvar="LORASERVE_ADMIN_KEY", help="The server's admin key.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-
-
-class ServerRefused(LoraserveError):
-    """The server answered with an error."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-class ServerUnreachable(LoraserveError):
-    """Nothing answers at the server's address."""
-
-    code = "server_unreachable"
+from loraserve.errors import ConfigError
 
 
 def adapters_app() -> typer.Typer:
     """The group of commands."""
     app = typer.Typer(
         no_args_is_help=True,
-        help="The adapters of a running server: list, load, unload, inspect. Adapters on disk: inspect PATH, convert.",
+        help="The adapters of a running server, their versions and places. Adapters on disk: inspect PATH, convert.",
     )
     app.command("list")(list_adapters)
     app.command("load")(load_adapter)
     app.command("unload")(unload_adapter)
     app.command("inspect")(inspect_adapter)
+    app.command("history")(history)
+    app.command("rollback")(rollback)
+    app.command("pin")(pin)
+    app.command("prefetch")(prefetch)
     app.command("convert")(convert)
     return app
 
@@ -62,7 +48,7 @@ def list_adapters(server: Server = DEFAULT_SERVER, admin_key: AdminKey = None, a
     """List the adapters of a server."""
     answer = call(server, admin_key, "GET", "/adapters")
     if as_json:
-        _print_json(answer)
+        print_json(answer)
         return
     table = Table(box=None, pad_edge=False)
     for column in ("name", "version", "state", "on", "rank", "size", "requests", "running"):
@@ -79,7 +65,7 @@ def list_adapters(server: Server = DEFAULT_SERVER, admin_key: AdminKey = None, a
             str(info["requests"]),
             str(info["leases"]),
         )
-    _print_table(table if answer["data"] else "no adapters")
+    print_table(table if answer["data"] else "no adapters")
 
 
 def load_adapter(
@@ -90,6 +76,9 @@ def load_adapter(
     subfolder: Annotated[str | None, typer.Option(help="Folder inside the repository or path.")] = None,
     token: Annotated[str | None, typer.Option(envvar="HF_TOKEN", help="Hub token for a private repository.")] = None,
     pin: Annotated[bool, typer.Option("--pin", help="Never evict it from the device.")] = False,
+    public: Annotated[
+        bool, typer.Option("--public", help="With --token: let every tenant use it, not only the admin key's.")
+    ] = False,
     replace: Annotated[bool, typer.Option("--replace", help="Take the name over from other content.")] = False,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Return at once; look with inspect.")] = False,
     server: Server = DEFAULT_SERVER,
@@ -100,18 +89,21 @@ def load_adapter(
     if (path is None) == (repo is None):
         raise ConfigError("give either a PATH or --repo")
     body: dict[str, Any] = {"name": name, "subfolder": subfolder, "pin": pin, "replace": replace, "wait": not no_wait}
+    if public:
+        body["visibility"] = "public"
     if path is not None:
         # The server has its own working folder.
         body["path"] = str(Path(path).expanduser().absolute())
     else:
         body |= {"repo": repo, "revision": revision, "token": token}
-    _print_info(call(server, admin_key, "POST", "/adapters/load", body), as_json)
+    print_info(call(server, admin_key, "POST", "/adapters/load", body), as_json)
 
 
 def unload_adapter(
     name: Annotated[str, typer.Argument(help="Name to take away.")],
     force: Annotated[bool, typer.Option("--force", help="End its running requests now.")] = False,
     deadline: Annotated[float, typer.Option(help="Seconds after which running requests are ended.")] = 60.0,
+    purge: Annotated[bool, typer.Option("--purge", help="Also delete the files that no other name needs.")] = False,
     server: Server = DEFAULT_SERVER,
     admin_key: AdminKey = None,
     as_json: AsJson = False,
@@ -120,9 +112,11 @@ def unload_adapter(
     if not isfinite(deadline):
         raise ConfigError(f"--deadline must be a number of seconds, got {deadline}")
     body = {"name": name, "force": force, "deadline_s": deadline}
+    if purge:
+        body["purge"] = True
     answer = call(server, admin_key, "POST", "/adapters/unload", body)
     if as_json:
-        _print_json(answer)
+        print_json(answer)
     else:
         typer.echo(f"{name} unloaded: {answer['drained']} requests drained, {answer['aborted']} aborted")
 
@@ -151,59 +145,4 @@ def inspect_adapter(
         return
     if model is not None:
         raise ConfigError(f"--model is for a PATH, and {name!r} is not a folder here")
-    _print_info(call(server, admin_key, "GET", f"/adapters/{quote(name)}"), as_json)
-
-
-def call(server: str, admin_key: str | None, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    """One request to the server. Raises `ServerUnreachable`, `ServerRefused`."""
-    # Bytes, because httpx would refuse a key beyond ASCII, which a server accepts.
-    headers = {b"authorization": f"Bearer {admin_key}".encode()} if admin_key else {}
-    url = server.rstrip("/") + path
-    try:
-        answer = httpx.request(method, url, json=body, headers=headers, timeout=TIMEOUT)
-    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise ConfigError(f"{server!r} is not a server's address: {error}") from error
-    except httpx.HTTPError as error:
-        raise ServerUnreachable(f"the server at {server} cannot be reached: {error}") from error
-    try:
-        content = answer.json()
-    except ValueError as error:
-        raise ServerRefused("not_loraserve", f"{server} answered {answer.status_code} without JSON") from error
-    if answer.is_success:
-        return content
-    problem = content.get("error") if isinstance(content, dict) else None
-    if not isinstance(problem, dict):
-        raise ServerRefused("not_loraserve", f"{server} answered {answer.status_code}")
-    raise ServerRefused(str(problem.get("code")), str(problem.get("message")))
-
-
-def _print_info(info: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        _print_json(info)
-        return
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for key, value in info.items():
-        if value is None or value == []:
-            continue
-        shown = value
-        if key == "bytes":
-            shown = f"{value} ({format_bytes(value)})"
-        elif isinstance(value, dict):
-            shown = ", ".join(f"{inner} {text}" for inner, text in value.items() if text is not None)
-        elif isinstance(value, list):
-            shown = ", ".join(str(item) for item in value)
-        # Not a plain str: square brackets in a path would be read as markup.
-        table.add_row(key, Text(str(shown)))
-    _print_table(table)
-
-
-def _print_table(table: Table | str) -> None:
-    # Whoever reads it through a pipe wants whole names, not what fits a terminal of 80 columns.
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PIPE_WIDTH)
-    console.print(table)
-
-
-def _print_json(answer: Any) -> None:
-    typer.echo(json.dumps(answer, indent=2, ensure_ascii=False))
+    print_info(call(server, admin_key, "GET", f"/adapters/{quote(name)}"), as_json)

@@ -34,7 +34,13 @@ PANELS: dict[type[Any], str] = {
 """Config classes and the part of `--help` that their flags are in."""
 
 
-_ITEM_NAMES = {"adapter_dir": "DIR", "adapter": "NAME=PATH", "api_key": "KEY"}
+_ITEM_NAMES = {
+    "adapter_dir": "DIR",
+    "adapter": "NAME=PATH",
+    "adapter_source": "SOURCE",
+    "adapter_url": "URL",
+    "api_key": "KEY",
+}
 
 
 def add_serve(app: typer.Typer, run: Callable[[ServeConfig], int] | None = None) -> None:

@@ -71,6 +71,14 @@ class AdapterDesk:
             self._dropping[version] = [done]
             self._residency.unregister(version)
 
+    def prefetch(self, version: str, to_device: bool, idle_s: float) -> None:
+        """Start to bring a version to the host or device. Raises `AdapterNotFound`."""
+        self._residency.prefetch(version, to_device=to_device, idle_s=idle_s)
+
+    def set_limits(self, device_bytes: int | None, host_bytes: int | None) -> None:
+        """Change how much memory adapters may take."""
+        self._residency.set_limits(device_bytes=device_bytes, host_bytes=host_bytes)
+
     def activate(self, adapters: Sequence[AdapterUse], prompt: Sequence[int]) -> tuple[AdapterUse, ...]:
         """The uses with the position from which each applies. Raises unless all versions are known and sound.
 

@@ -32,8 +32,10 @@ from loraserve.engine.messages import (
     ErrorInfo,
     LoadAdapter,
     Outputs,
+    PrefetchAdapter,
     Reply,
     RequestOutput,
+    SetLimits,
     Shutdown,
     StartFailed,
     ToEngine,
@@ -74,6 +76,7 @@ class EngineClient:
         self._call_ids = itertools.count(1)
         self._open: dict[str, asyncio.Queue[RequestOutput]] = {}
         self._adapters: dict[str, _Registered] = {}
+        self._limits: tuple[int | None, int | None] = (None, None)
         self._process: asyncio.subprocess.Process | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._context: zmq.asyncio.Context | None = None
@@ -217,6 +220,9 @@ class EngineClient:
             await self._process.wait()
 
     async def _register_again(self) -> None:
+        if self._limits != (None, None):
+            with contextlib.suppress(LoraserveError):
+                await self._send_limits()
         for version, known in list(self._adapters.items()):
             message = LoadAdapter(call=next(self._call_ids), version=version, folder=known.folder, pinned=known.pinned)
             try:
@@ -263,6 +269,26 @@ class EngineClient:
         self._adapters.pop(version, None)
         if self.health().ready:
             await self._call(DropAdapter(call=next(self._call_ids), version=version, force=force))
+
+    async def prefetch_adapter(self, version: str, to_device: bool = True, idle_s: float = 0.0) -> None:
+        """Start to bring a loaded version nearer; returns at once. Raises `AdapterNotFound`, `EngineDead` …"""
+        self._require_ready()
+        call = next(self._call_ids)
+        await self._call(PrefetchAdapter(call=call, version=version, to_device=to_device, idle_s=idle_s))
+
+    async def set_limits(self, lora_memory: int | None, host_lora_memory: int | None) -> None:
+        """Change the memory (bytes) that adapters may take; None leaves a limit. A restarted engine gets them again."""
+        self._require_ready()
+        old = self._limits
+        self._limits = (
+            old[0] if lora_memory is None else lora_memory,
+            old[1] if host_lora_memory is None else host_lora_memory,
+        )
+        await self._send_limits()
+
+    async def _send_limits(self) -> None:
+        device, host = self._limits
+        await self._call(SetLimits(call=next(self._call_ids), lora_memory=device, host_lora_memory=host))
 
     async def adapter_statuses(self) -> dict[str, AdapterStatus]:
         """State of every version the engine knows."""
@@ -313,7 +339,7 @@ class EngineClient:
             sent = self._socket.send(self._codec.encode(message), flags=zmq.NOBLOCK)
             asyncio.ensure_future(sent).add_done_callback(lambda future: future.exception())
 
-    async def _call(self, message: LoadAdapter | DropAdapter | DescribeAdapters) -> Any:
+    async def _call(self, message: LoadAdapter | DropAdapter | PrefetchAdapter | SetLimits | DescribeAdapters) -> Any:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[message.call] = future
         try:

@@ -20,7 +20,9 @@ from loraserve.engine.messages import (
     ErrorInfo,
     LoadAdapter,
     Outputs,
+    PrefetchAdapter,
     Reply,
+    SetLimits,
     Shutdown,
 )
 from loraserve.errors import LoraserveError, RequestAborted
@@ -81,6 +83,15 @@ class EngineHost:
                 self._loop.load_adapter(version, folder, pinned, lambda error: self._reply(call, error))
             case DropAdapter(call=call, version=version, force=force):
                 self._loop.drop_adapter(version, force, lambda error: self._reply(call, error))
+            case PrefetchAdapter(call=call, version=version, to_device=to_device, idle_s=idle_s):
+                try:
+                    self._loop.prefetch_adapter(version, to_device, idle_s)
+                    self._reply(call, None)
+                except LoraserveError as error:
+                    self._reply(call, error)
+            case SetLimits(call=call, lora_memory=device, host_lora_memory=memory):
+                self._loop.set_limits(device, memory)
+                self._reply(call, None)
             case DescribeAdapters(call=call):
                 self._send(AdapterStatuses(call=call, adapters=self._loop.adapter_statuses()))
             case Shutdown():

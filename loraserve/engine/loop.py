@@ -165,6 +165,14 @@ class EngineLoop:
             self._scheduler.abort_version(version, RequestAborted("the adapter was unloaded by force"))
         self._adapters.drop(version, done)
 
+    def prefetch_adapter(self, version: str, to_device: bool, idle_s: float) -> None:
+        """Start to bring a version to the host or device. Raises `AdapterNotFound`."""
+        self._adapters.prefetch(version, to_device, idle_s)
+
+    def set_limits(self, lora_memory: int | None, host_lora_memory: int | None) -> None:
+        """Change the memory that adapters may take; what is over goes as soon as nobody needs it."""
+        self._adapters.set_limits(lora_memory, host_lora_memory)
+
     # -- out ------------------------------------------------------------------------------------------------------
 
     def take_outputs(self) -> list[RequestOutput]:
@@ -196,10 +204,21 @@ class EngineLoop:
             lora_bytes_used=lora.device_bytes,
             lora_bytes_total=lora.device_capacity,
             host_lora_bytes_used=lora.host_bytes,
+            host_lora_bytes_total=lora.host_capacity,
             adapters_resident=lora.resident,
             adapters_registered=lora.registered,
             adapter_loads_total=lora.uploads,
             adapter_evictions_total=lora.evictions,
+            adapter_stagings_total=lora.stagings,
+            adapter_host_evictions_total=lora.host_evictions,
+            adapter_failures_total=lora.failures,
+            adapter_hits_total=lora.hits,
+            adapter_misses_total=lora.misses,
+            adapters_by_state=lora.by_state,
+            adapter_staging_seconds_total=lora.staging_seconds,
+            adapter_upload_seconds_total=lora.upload_seconds,
+            running_adapters=list(queue.running_versions),
+            waiting_adapters=list(queue.waiting_versions),
             retractions_total=queue.retractions_total,
             prompt_tokens_total=queue.prompt_tokens_total,
             cached_tokens_total=queue.cached_tokens_total,
@@ -254,8 +273,11 @@ class EngineLoop:
             self._open.discard(request.id)
             self._adapters.unhold(request.adapters)
             self._counters.requests[str(event.finish_reason)] += 1
+        first = event.start == 0 and bool(event.new_tokens) and request.admitted_at is not None
         return RequestOutput(
             id=request.id,
+            queued_s=(request.admitted_at or 0.0) - request.arrival if first else None,
+            cold=first and request.was_passed_over,
             token_ids=list(event.new_tokens),
             logprobs=[_wire(logprobs)] if logprobs is not None and event.new_tokens else None,
             prompt_logprobs=None if prompt_logprobs is None else [v and _wire(v) for v in prompt_logprobs],

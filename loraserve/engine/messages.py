@@ -80,6 +80,23 @@ class DropAdapter(msgspec.Struct, tag="drop_adapter", kw_only=True):
     force: bool = False
 
 
+class PrefetchAdapter(msgspec.Struct, tag="prefetch_adapter", kw_only=True):
+    """Bring a version that the engine knows nearer, as far as there is room that nobody needs; `Reply` at once."""
+
+    call: int
+    version: str
+    to_device: bool = True
+    idle_s: float = 0.0  # how long ago it was used last
+
+
+class SetLimits(msgspec.Struct, tag="set_limits", kw_only=True):
+    """Change the memory that adapters may take; None leaves a limit as it is; `Reply` at once."""
+
+    call: int
+    lora_memory: int | None = None
+    host_lora_memory: int | None = None
+
+
 class DescribeAdapters(msgspec.Struct, tag="describe_adapters", kw_only=True):
     """Ask for the state of all versions; answered by `AdapterStatuses`."""
 
@@ -90,7 +107,9 @@ class Shutdown(msgspec.Struct, tag="shutdown", kw_only=True):
     """End the engine process; open requests end with `request_aborted`."""
 
 
-ToEngine = AddRequest | AbortRequest | LoadAdapter | DropAdapter | DescribeAdapters | Shutdown
+ToEngine = (
+    AddRequest | AbortRequest | LoadAdapter | DropAdapter | PrefetchAdapter | SetLimits | DescribeAdapters | Shutdown
+)
 
 
 # -- engine → server ----------------------------------------------------------------------------------------------
@@ -106,6 +125,8 @@ class RequestOutput(msgspec.Struct, tag="output", kw_only=True):
     finish_reason: str | None = None
     error: ErrorInfo | None = None
     cached_tokens: int = 0
+    queued_s: float | None = None  # with the first token: how long it waited to be admitted
+    cold: bool = False  # with the first token: whether it had to wait for its adapter
 
 
 class Outputs(msgspec.Struct, tag="outputs", kw_only=True):
@@ -154,10 +175,21 @@ class EngineStats(msgspec.Struct, tag="stats", kw_only=True):
     lora_bytes_used: int = 0
     lora_bytes_total: int = 0
     host_lora_bytes_used: int = 0
+    host_lora_bytes_total: int = 0
     adapters_resident: int = 0
     adapters_registered: int = 0
     adapter_loads_total: int = 0
     adapter_evictions_total: int = 0
+    adapter_stagings_total: int = 0
+    adapter_host_evictions_total: int = 0
+    adapter_failures_total: int = 0
+    adapter_hits_total: int = 0  # requests that found their adapter on the device
+    adapter_misses_total: int = 0
+    adapters_by_state: dict[str, int] = {}
+    adapter_staging_seconds_total: float = 0.0
+    adapter_upload_seconds_total: float = 0.0
+    running_adapters: list[str] = []  # versions
+    waiting_adapters: list[str] = []
     retractions_total: int = 0
     prompt_tokens_total: int = 0
     cached_tokens_total: int = 0

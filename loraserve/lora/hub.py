@@ -2,61 +2,42 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import logging
 import os
 import re
 import secrets
-import time
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import httpx
 from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils.tqdm import tqdm as HubBar
 
 from loraserve.errors import (
     AdapterFault,
     AdapterRefused,
-    DiskFull,
-    HubAccessDenied,
     HubChecksumMismatch,
-    HubError,
-    HubRateLimited,
-    HubTimeout,
-    LoraserveError,
     RepoNotFound,
     RevisionNotFound,
     SubfolderNotFound,
 )
 from loraserve.lora.adapter_files import needed_files
 from loraserve.lora.files import CHUNK, AdapterFolder
+from loraserve.lora.hub_errors import retrying
+from loraserve.lora.hub_resume import Token, fetch_blob
 from loraserve.lora.names import check_name
 from loraserve.lora.sources import FetchedFolder, check_subfolder
 from loraserve.lora.spec import AdapterSource
 from loraserve.lora.strict_json import show
 from loraserve.lora.workspace import Progress, storage_errors
 
-logger = logging.getLogger(__name__)
-
-ATTEMPTS = 4
-MAX_RETRY_AFTER_S = 30.0
 TIMEOUT_S = 30.0
+RESUMABLE = 16 << 20
+"""Files from this size on are gone on with after a pull that ended early."""
 
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,254}", re.ASCII)
-_T = TypeVar("_T")
 
 
 class HubRepo(NamedTuple):
@@ -80,15 +61,17 @@ class _RemoteFile(NamedTuple):
 def fetch_hub(
     place: HubRepo,
     *,
-    token: str | None = None,
+    token: Token = None,
     cache_dir: Path | None = None,
     progress: Progress = lambda done, total: None,
+    on_file: Callable[[str, int, int], None] = lambda path, number, count: None,
     endpoint: str | None = None,
     max_bytes: int = 32 << 30,
 ) -> FetchedFolder:
     """Bring an adapter's files into the Hub cache and return their folder; blocks.
 
-    Access is asked of the Hub before the cache is looked at. Offline (`HF_HUB_OFFLINE`) what is cached is used. Raises
+    Access is asked of the Hub before the cache is looked at: with `token`, or with this machine's own if it is None, or
+    with none at all if it is False. Offline (`HF_HUB_OFFLINE`) what is cached is used. Raises
     `RepoNotFound`, `RevisionNotFound`, `SubfolderNotFound`, `HubAccessDenied`, `HubRateLimited`, `HubTimeout`,
     `HubError`, `HubChecksumMismatch`, `DiskFull`, `AdapterRefused` (`invalid_name`, `path_escape`,
     `adapter_too_large`).
@@ -100,7 +83,7 @@ def fetch_hub(
     cache = Path(cache_dir or constants.HF_HUB_CACHE)
     if constants.HF_HUB_OFFLINE:
         return _from_cache(place, inner, cache)
-    commit, files = _list_files(place, inner, HfApi(endpoint=endpoint, token=token))
+    commit, files, restricted = _list_files(place, inner, HfApi(endpoint=endpoint, token=token))
     total = sum(file.size for file in files)
     if total > max_bytes:
         raise AdapterRefused(
@@ -109,18 +92,37 @@ def fetch_hub(
     done, folder = 0, cache
     progress(0, total)
     with storage_errors("filling the Hub cache"):
-        for file in files:
+        for number, file in enumerate(files, 1):
+            on_file(file.path, number, len(files))
             local = _download(place, file, commit, cache, token, endpoint, _meter(progress, done, total))
             folder = local.parent
             done += file.size
             progress(done, total)
         _remember_revision(place, commit, cache)
-    return FetchedFolder(AdapterFolder.at(folder, roots=(cache,)), place.source(commit))
+    return FetchedFolder(AdapterFolder.at(folder, roots=(cache,)), place.source(commit), restricted)
 
 
-def _list_files(place: HubRepo, inner: PurePosixPath, api: HfApi) -> tuple[str, list[_RemoteFile]]:
-    info = _retrying(
-        lambda: api.model_info(place.repo, revision=place.revision, files_metadata=True, timeout=TIMEOUT_S), place
+def is_offline() -> bool:
+    """Whether the Hub may not be asked (`HF_HUB_OFFLINE`)."""
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def check_access(place: HubRepo, token: Token, endpoint: str | None = None) -> None:
+    """Ask the Hub whether a token opens a repository. Raises as `fetch_hub`."""
+    api = HfApi(endpoint=endpoint, token=token)
+    info = retrying(
+        lambda: api.model_info(place.repo, revision=place.revision, timeout=TIMEOUT_S), place.repo, place.revision
+    )
+    if info.gated:
+        # Everybody may see what a gated repository is; its files tell who may have them.
+        retrying(lambda: api.auth_check(place.repo), place.repo, place.revision)
+
+
+def _list_files(place: HubRepo, inner: PurePosixPath, api: HfApi) -> tuple[str, list[_RemoteFile], bool]:
+    info = retrying(
+        lambda: api.model_info(place.repo, revision=place.revision, files_metadata=True, timeout=TIMEOUT_S),
+        place.repo,
+        place.revision,
     )
     siblings = {sibling.rfilename: sibling for sibling in info.siblings or ()}
     inside = {path.name: str(path) for path in map(PurePosixPath, siblings) if path.parent == inner}
@@ -135,7 +137,7 @@ def _list_files(place: HubRepo, inner: PurePosixPath, api: HfApi) -> tuple[str, 
     if not found or info.sha is None:
         where = f"subfolder {show(str(inner))} of {place.repo}" if inner.parts else place.repo
         raise AdapterRefused(AdapterFault.NOT_AN_ADAPTER, f"{where} holds no adapter files", param="repo")
-    return info.sha, found
+    return info.sha, found, bool(info.private or info.gated)
 
 
 def _meter(progress: Progress, before: int, total: int) -> type[HubBar]:
@@ -161,13 +163,13 @@ def _download(
     file: _RemoteFile,
     commit: str,
     cache: Path,
-    token: str | None,
+    token: Token,
     endpoint: str | None,
     meter: type[HubBar],
 ) -> Path:
     def fetch(force: bool = False) -> Path:
         return Path(
-            _retrying(
+            retrying(
                 lambda: hf_hub_download(
                     place.repo,
                     file.path,
@@ -178,8 +180,22 @@ def _download(
                     force_download=force,
                     tqdm_class=meter,
                 ),
-                place,
+                place.repo,
+                place.revision,
             )
+        )
+
+    if file.sha256 is not None and file.size >= RESUMABLE:
+        fetch_blob(
+            place.repo,
+            commit,
+            file.path,
+            size=file.size,
+            sha256=file.sha256,
+            cache=cache,
+            token=token,
+            endpoint=endpoint,
+            meter=meter,
         )
 
     # The client does not check large files' hashes over plain HTTP and would keep bad bytes in its cache.
@@ -239,73 +255,3 @@ def _from_cache(place: HubRepo, inner: PurePosixPath, cache: Path) -> FetchedFol
     if not folder.is_dir():
         raise SubfolderNotFound(f"the cached {place.repo} has no subfolder {show(str(inner))}", param="subfolder")
     return FetchedFolder(AdapterFolder.at(folder, roots=(cache,)), place.source(snapshot.name))
-
-
-def _retrying(call: Callable[[], _T], place: HubRepo) -> _T:
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            return call()
-        except Exception as error:
-            mapped = _map_error(error, place)
-            wait = _wait_before_retry(error, attempt)
-            if wait is None or attempt == ATTEMPTS:
-                raise mapped from error
-            logger.warning("the Hub failed for %s (%s); trying again in %.1f s", place.repo, mapped.code, wait)
-            time.sleep(wait)
-    raise AssertionError("unreachable")
-
-
-def _wait_before_retry(error: Exception, attempt: int) -> float | None:
-    """Seconds to wait, or None if trying again cannot help."""
-    backoff = 0.5 * 2.0 ** (attempt - 1)
-    cause = _root(error)
-    if isinstance(cause, HfHubHTTPError):
-        status = cause.response.status_code
-        if status != 429 and status < 500:
-            return None
-        asked = str(cause.response.headers.get("Retry-After", ""))
-        if not asked.isdigit():
-            return backoff
-        return float(asked) if float(asked) <= MAX_RETRY_AFTER_S else None
-    return backoff if isinstance(cause, httpx.TransportError) else None
-
-
-def _map_error(error: Exception, place: HubRepo) -> LoraserveError:
-    cause = _root(error)
-    match cause:
-        case GatedRepoError():
-            return HubAccessDenied(f"{place.repo} is gated and this token has no access", param="token")
-        case RepositoryNotFoundError():
-            return RepoNotFound(f"{place.repo} does not exist, or is private and the token does not open it")
-        case RevisionNotFoundError():
-            return RevisionNotFound(f"{place.repo} has no revision {show(place.revision)}", param="revision")
-        case HFValidationError():
-            return RepoNotFound(f"{show(place.repo)} is not the name of a repository")
-        case OfflineModeIsEnabled():
-            return HubError("the Hub may not be asked (HF_HUB_OFFLINE)")
-        case httpx.TimeoutException():
-            return HubTimeout(f"the Hub did not answer in time for {place.repo}")
-        case HfHubHTTPError():
-            return _map_status(cause.response.status_code, place)
-        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
-            return DiskFull("no room left for the adapter's files in the Hub cache")
-        case LoraserveError():
-            return cause
-    return HubError(f"the Hub could not be read for {place.repo}: {type(cause).__name__}")
-
-
-def _map_status(status: int, place: HubRepo) -> LoraserveError:
-    if status == 429:
-        return HubRateLimited(f"the Hub limits requests; {place.repo} was not fetched")
-    if status in (401, 404):
-        return RepoNotFound(f"{place.repo} does not exist, or is private and the token does not open it")
-    if status == 403:
-        return HubAccessDenied(f"the token has no access to {place.repo}", param="token")
-    return HubError(f"the Hub answered {status} for {place.repo}")
-
-
-def _root(error: BaseException) -> BaseException:
-    """The client wraps failed requests in `LocalEntryNotFoundError`; what happened is its cause."""
-    while isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None:
-        error = error.__cause__
-    return error

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from loraserve.errors import AdapterFailed, LoraserveError
+from loraserve.lora.benefit import device_benefit, warm
 from loraserve.lora.pool import LoraPool
 from loraserve.lora.states import AdapterEntry, AdapterState
 
@@ -21,7 +22,7 @@ class DeviceTier:
     """Adapters in the pool. Only the engine's thread calls it.
 
     The rule of the line. Staged adapters that requests wait for are placed longest wait first. Pages come from
-    residents that are neither leased, wanted nor pinned, least recently used first; then from unleased ones wanted
+    residents that are neither leased, wanted nor pinned, least worth keeping first; then from unleased ones wanted
     later than the adapter that needs pages, latest first. Nobody is evicted unless that makes room. If the first in
     line cannot be placed, because the rest is leased or wanted earlier, later ones may be, but at most `max_overtakes`
     times; after that all freed pages are kept for the first.
@@ -38,6 +39,8 @@ class DeviceTier:
         self.is_waiting = False  # whether the last `write` could only wait for what is on its way
         self.num_uploads = 0
         self.num_evictions = 0
+        self.upload_seconds = 0.0
+        self.limit_bytes = pool.capacity_bytes
         self._clock = clock
         self._max_overtakes = max_overtakes
         self._last_resort_s = last_resort_s
@@ -88,9 +91,11 @@ class DeviceTier:
                 del self.uploading[entry.version]
                 self.resident[entry.version] = entry
                 entry.move(AdapterState.RESIDENT)
-                entry.last_used = self._clock()
+                if entry.wanted_since is not None or entry.pinned:
+                    warm(entry, self._clock())
                 entry.loads += 1
                 self.num_uploads += 1
+                self.upload_seconds += self._clock() - entry.placed_at
         return failed
 
     def cancel(self, entry: AdapterEntry) -> None:
@@ -112,6 +117,16 @@ class DeviceTier:
         entry.held = None
         del self.resident[entry.version]
         entry.move(AdapterState.ABSENT if entry.host is None else AdapterState.STAGED)
+
+    def trim(self) -> None:
+        """Evict residents that nobody needs until the limit holds."""
+        if self.pool.stats().used_bytes <= self.limit_bytes:
+            return
+        idle = [e for e in self.resident.values() if not (e.leases or e.pinned) and e.wanted_since is None]
+        for entry in sorted(idle, key=device_benefit):
+            self._evict_for_room(entry)
+            if self.pool.stats().used_bytes <= self.limit_bytes:
+                return
 
     def check(self, entries: Iterable[AdapterEntry]) -> None:
         """Raise `AssertionError` if the pool and the entries do not agree."""
@@ -137,7 +152,8 @@ class DeviceTier:
             return False
         protected = [e for e in self.resident.values() if e.pinned or e.since <= entry.since]
         protected.sort(key=lambda e: (not e.pinned, -e.since, e.last_used))
-        if self.pool.fits_empty(entry.spec, *(e.spec for e in protected)):
+        together = entry.device_needed + sum(e.device_needed for e in protected)
+        if together <= self.limit_bytes and self.pool.fits_empty(entry.spec, *(e.spec for e in protected)):
             # Only scattered pages are in the way. All must go, so that everybody finds room again side by side.
             for victim in list(self.resident.values()):
                 self._evict_for_room(victim)
@@ -145,11 +161,17 @@ class DeviceTier:
         quiet_since = max(entry.blocked_since, *(e.last_used for e in protected))
         if now - quiet_since < self._last_resort_s:
             return False
-        logger.warning("adapter version %s was blocked; protected idle adapters make room", entry.version[:12])
-        return self._place_over(entry, self._victims(entry) + protected)
+        logger.warning(
+            "adapter version %s was blocked; protected idle adapters or the limit give way", entry.version[:12]
+        )
+        victims = self._victims(entry)
+        # A limit that was lowered below what one request needs at once gives way, or that request would never run.
+        return self._place_over(entry, victims, limited=False) or self._place_over(entry, victims + protected)
 
-    def _place_over(self, entry: AdapterEntry, victims: list[AdapterEntry]) -> bool:
-        plan = self._plan(entry, victims)
+    def _place_over(self, entry: AdapterEntry, victims: list[AdapterEntry], *, limited: bool = True) -> bool:
+        plan = self._plan(entry, victims) if limited else victims
+        if not limited and not self.pool.fits(entry.demand, [e.held.slot for e in victims if e.held is not None]):
+            plan = None
         if plan is None:
             return False
         for victim in plan:
@@ -157,6 +179,7 @@ class DeviceTier:
         assert entry.host is not None
         entry.held = self.pool.reserve(entry.host)
         assert entry.held is not None, "the plan promised pages that are not there"
+        entry.placed_at = self._clock()
         entry.blocked_since = None
         entry.overtaken = 0
         self.uploading[entry.version] = entry
@@ -171,7 +194,7 @@ class DeviceTier:
         idle = [e for e in self.resident.values() if not e.leases and not e.pinned]
         unwanted = [e for e in idle if e.wanted_since is None]
         later = [e for e in idle if e.wanted_since is not None and e.since > entry.since]
-        unwanted.sort(key=lambda e: e.last_used)
+        unwanted.sort(key=device_benefit)
         later.sort(key=lambda e: e.since, reverse=True)
         return unwanted + later
 
@@ -196,4 +219,7 @@ class DeviceTier:
         return chosen
 
     def _fits(self, entry: AdapterEntry, freeing: list[AdapterEntry]) -> bool:
+        left = self.pool.stats().used_bytes - sum(e.device_needed for e in freeing)
+        if left > 0 and left + entry.device_needed > self.limit_bytes:
+            return False
         return self.pool.fits(entry.demand, [e.held.slot for e in freeing if e.held is not None])

@@ -5,13 +5,9 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
-
-import msgspec
 
 from loraserve.errors import (
     AdapterInUse,
@@ -22,11 +18,25 @@ from loraserve.errors import (
     NameTaken,
     StorageFailed,
 )
+from loraserve.lora.history import (
+    HistoryRow,
+    NameVersion,
+    VersionUse,
+    all_uses,
+    chosen_step,
+    live_rows,
+    live_versions,
+    names_versions,
+    note,
+    step_back,
+)
 from loraserve.lora.names import AdapterName, check_name
-from loraserve.lora.spec import AdapterSource, LoadReport
-from loraserve.lora.workspace import CopiedFile
+from loraserve.lora.records import Alias, VersionRecord, Visibility, alias_record, encode, version_record
+from loraserve.lora.spec import AdapterSource
 
-SCHEMA_VERSION = 1
+__all__ = ["Alias", "NameVersion", "Registry", "VersionRecord", "VersionUse"]
+
+SCHEMA_VERSION = 2
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS versions (
@@ -34,61 +44,43 @@ CREATE TABLE IF NOT EXISTS versions (
     source TEXT NOT NULL,
     report TEXT NOT NULL,
     files TEXT NOT NULL,
-    created_at REAL NOT NULL
+    created_at REAL NOT NULL,
+    tier TEXT NOT NULL DEFAULT 'disk'  -- where a server had it when it last looked
 ) STRICT;
 CREATE TABLE IF NOT EXISTS aliases (
     name TEXT PRIMARY KEY,
     version TEXT NOT NULL REFERENCES versions(version),
     source TEXT NOT NULL,
     pinned INTEGER NOT NULL,
-    loaded_at REAL NOT NULL
+    loaded_at REAL NOT NULL,
+    owner TEXT NOT NULL DEFAULT '',  -- the tenant that a private name belongs to
+    visibility TEXT NOT NULL DEFAULT 'public',
+    last_used_at REAL
 ) STRICT;
 CREATE TABLE IF NOT EXISTS history (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     name TEXT NOT NULL,
     version TEXT,  -- NULL: the name was removed
     source TEXT,
-    at REAL NOT NULL
+    at REAL NOT NULL,
+    origin INTEGER  -- of a rollback: the entry that it went back to
 ) STRICT;
 CREATE INDEX IF NOT EXISTS history_by_name ON history(name, id);
 CREATE INDEX IF NOT EXISTS aliases_by_version ON aliases(version);
 """
+_MIGRATIONS: dict[int, str] = {
+    1: """
+ALTER TABLE versions ADD COLUMN tier TEXT NOT NULL DEFAULT 'disk';
+ALTER TABLE aliases ADD COLUMN owner TEXT NOT NULL DEFAULT '';
+ALTER TABLE aliases ADD COLUMN visibility TEXT NOT NULL DEFAULT 'public';
+ALTER TABLE aliases ADD COLUMN last_used_at REAL;
+ALTER TABLE history ADD COLUMN origin INTEGER;
+""",
+}
+"""From each former schema to the next."""
 
-
-@dataclass(frozen=True, slots=True)
-class VersionRecord:
-    """A version in the store."""
-
-    version: str
-    source: AdapterSource  # where it came from the first time
-    report: LoadReport
-    files: tuple[CopiedFile, ...]
-    created_at: float  # seconds since the epoch
-
-    @property
-    def size(self) -> int:
-        """Bytes on disk."""
-        return sum(file.size for file in self.files)
-
-
-@dataclass(frozen=True, slots=True)
-class Alias:
-    """A name and the version that it points at."""
-
-    name: str
-    version: str
-    source: AdapterSource  # where this name was loaded from
-    pinned: bool
-    loaded_at: float  # seconds since the epoch
-
-
-class VersionUse(NamedTuple):
-    """One entry of a name's history."""
-
-    version: str
-    source: AdapterSource
-    at: float
-    current: bool
+_VERSION = "SELECT version, source, report, files, created_at, tier FROM versions"
+_ALIAS = "SELECT name, version, source, pinned, loaded_at, owner, visibility, last_used_at FROM aliases"
 
 
 class Registry:
@@ -108,7 +100,9 @@ class Registry:
             found = db.execute("PRAGMA user_version").fetchone()[0]
             if found > SCHEMA_VERSION:
                 raise StorageFailed(f"the adapter store was written by a newer version (schema {found})")
-            for statement in _SCHEMA.split(";"):
+            # 0 is a new file. Each statement by itself: `executescript` would end the transaction.
+            scripts = [_MIGRATIONS[number] for number in range(found, SCHEMA_VERSION) if found] or [_SCHEMA]
+            for statement in ";".join(scripts).split(";") if found < SCHEMA_VERSION else ():
                 db.execute(statement)
             db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
@@ -123,12 +117,13 @@ class Registry:
         """Record a version; one that is known stays as it was, but for its list of files. Returns what is recorded."""
         with self._transaction() as db:
             db.execute(
-                "INSERT INTO versions VALUES (?, ?, ?, ?, ?) ON CONFLICT(version) DO UPDATE SET files = excluded.files",
+                "INSERT INTO versions(version, source, report, files, created_at) VALUES (?, ?, ?, ?, ?) "
+                "ON CONFLICT(version) DO UPDATE SET files = excluded.files",
                 (
                     record.version,
-                    _encode(record.source),
-                    _encode(record.report),
-                    _encode(record.files),
+                    encode(record.source),
+                    encode(record.report),
+                    encode(record.files),
                     record.created_at,
                 ),
             )
@@ -147,8 +142,8 @@ class Registry:
     def versions(self) -> list[VersionRecord]:
         """All versions, oldest first."""
         with self._transaction(write=False) as db:
-            rows = db.execute("SELECT * FROM versions ORDER BY created_at, version").fetchall()
-        return [_version_record(row) for row in rows]
+            rows = db.execute(f"{_VERSION} ORDER BY created_at, version").fetchall()
+        return [version_record(row) for row in rows]
 
     def unreferenced(self) -> list[str]:
         """Versions that no name points at, oldest first."""
@@ -165,6 +160,20 @@ class Registry:
                 raise AdapterInUse(f"{name[0]!r} points at version {version[:12]}")
             db.execute("DELETE FROM versions WHERE version = ?", (version,))
 
+    def delete_unneeded(self, versions: Iterable[str]) -> list[str]:
+        """Forget those of the versions that no name points at and no name could be rolled back to; returns them."""
+        with self._transaction() as db:
+            gone = sorted(set(versions) - live_versions(db))
+            gone = [version for version in gone if self._has(db, version)]
+            db.executemany("DELETE FROM versions WHERE version = ?", [(version,) for version in gone])
+            return gone
+
+    def num_bytes(self) -> int:
+        """Bytes of the files of all versions."""
+        query = "SELECT COALESCE(SUM(json_extract(value, '$[1]')), 0) FROM versions, json_each(versions.files)"
+        with self._transaction(write=False) as db:
+            return int(db.execute(query).fetchone()[0])
+
     # -- names ----------------------------------------------------------------------------------------------------
 
     def set_alias(
@@ -175,10 +184,13 @@ class Registry:
         source: AdapterSource | None = None,
         pinned: bool = False,
         replace: bool = False,
+        owner: str = "",
+        visibility: Visibility | None = None,
     ) -> Alias:
-        """Point a name at a version; the same version again changes only the pin. `source` defaults to the version's.
+        """Point a name at a version. `source` defaults to the version's, `visibility` to public.
 
-        With another chat template it is another thing to have under a name, as another version is. Raises
+        With another chat template it is another thing to have under a name, as another version is. The same thing again
+        changes only the pin, and owner and visibility if `visibility` is given. Raises
         `AdapterNotFound` for an unknown version, `NameTaken` if the name points elsewhere and not `replace`.
         """
         check_name(name)
@@ -188,27 +200,84 @@ class Registry:
             template = (record.source if source is None else source).chat_template
             if current is not None and (current.version, current.source.chat_template) == (version, template):
                 db.execute("UPDATE aliases SET pinned = ? WHERE name = ?", (pinned, name))
+                if visibility is not None:
+                    db.execute("UPDATE aliases SET owner = ?, visibility = ? WHERE name = ?", (owner, visibility, name))
             elif current is not None and not replace:
                 raise NameTaken(f"{name!r} is another adapter; unload it first or set replace", param="name")
             else:
-                now, encoded = time.time(), _encode(source or record.source)
+                now, encoded = time.time(), encode(source or record.source)
+                used = None if current is None else current.last_used_at
+                row = (name, version, encoded, pinned, now, owner, visibility or "public", used)
+                db.execute("INSERT OR REPLACE INTO aliases VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+                note(db, name, version, encoded, now)
+            return self._require_alias(db, name)
+
+    def roll_back(self, name: str, to: str | None = None) -> Alias:
+        """Point a name at a version that it had: one step further back each time, or the one that begins with `to`.
+
+        Raises `AdapterNotFound`, `NoOlderVersion`, `AmbiguousVersion`.
+        """
+        with self._transaction() as db:
+            alias = self._require_alias(db, name)
+            target = self._target(db, name, to)
+            if target.version != alias.version:
+                now = time.time()
                 db.execute(
-                    "INSERT OR REPLACE INTO aliases VALUES (?, ?, ?, ?, ?)", (name, version, encoded, pinned, now)
+                    "UPDATE aliases SET version = ?, source = ?, loaded_at = ? WHERE name = ?",
+                    (target.version, target.source, now, name),
                 )
-                db.execute(
-                    "INSERT INTO history(name, version, source, at) VALUES (?, ?, ?, ?)", (name, version, encoded, now)
-                )
-            alias = self._alias(db, name)
-            assert alias is not None
-            return alias
+                note(db, name, target.version, target.source, now, target.position)
+            return self._require_alias(db, name)
+
+    def rollback_target(self, name: str, to: str | None = None) -> str:
+        """The version that `roll_back` would choose now. Raises as it does."""
+        with self._transaction(write=False) as db:
+            self._require_alias(db, name)
+            return self._target(db, name, to).version
+
+    def set_pinned(self, name: str, pinned: bool) -> Alias:
+        """Pin or unpin a name. Raises `AdapterNotFound`."""
+        with self._transaction() as db:
+            self._require_alias(db, name)
+            db.execute("UPDATE aliases SET pinned = ? WHERE name = ?", (pinned, name))
+            return self._require_alias(db, name)
 
     def remove_alias(self, name: str) -> Alias:
         """Take a name away; returns what it was. Raises `AdapterNotFound`."""
         with self._transaction() as db:
             alias = self._require_alias(db, name)
             db.execute("DELETE FROM aliases WHERE name = ?", (name,))
-            db.execute("INSERT INTO history(name, version, at) VALUES (?, NULL, ?)", (name, time.time()))
+            note(db, name, None, None, time.time())
             return alias
+
+    def note_use(self, last_used: Mapping[str, float], tiers: Mapping[str, str] | None = None) -> None:
+        """Record when names were last used and, if given, the only versions that are not on disk alone."""
+        with self._transaction() as db:
+            db.executemany(
+                "UPDATE aliases SET last_used_at = ? WHERE name = ?", [(at, name) for name, at in last_used.items()]
+            )
+            if tiers is not None:
+                db.execute("UPDATE versions SET tier = 'disk' WHERE tier != 'disk'")
+                db.executemany(
+                    "UPDATE versions SET tier = ? WHERE version = ?", [(tier, ver) for ver, tier in tiers.items()]
+                )
+
+    def registered(self) -> list[tuple[Alias, VersionRecord]]:
+        """Every name with its version, by name."""
+        with self._transaction(write=False) as db:
+            records = {row[0]: version_record(row) for row in db.execute(_VERSION)}
+            aliases = [alias_record(row) for row in db.execute(f"{_ALIAS} ORDER BY name")]
+        return [(alias, records[alias.version]) for alias in aliases]
+
+    def data_version(self, *, wait: bool = True) -> int | None:
+        """A number that changes when another connection has changed the file; None if not `wait` and it is in use."""
+        if not self._lock.acquire(blocking=wait):
+            return None
+        try:
+            with _database_errors():
+                return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
+        finally:
+            self._lock.release()
 
     def alias(self, name: str) -> Alias:
         """What a name points at. Raises `AdapterNotFound`."""
@@ -218,7 +287,7 @@ class Registry:
     def aliases(self) -> list[Alias]:
         """All names, in order."""
         with self._transaction(write=False) as db:
-            return [_alias_record(row) for row in db.execute("SELECT * FROM aliases ORDER BY name")]
+            return [alias_record(row) for row in db.execute(f"{_ALIAS} ORDER BY name")]
 
     def resolve(self, name: AdapterName) -> str:
         """The version that a name means now, or the one of its versions with the pinned prefix.
@@ -230,9 +299,8 @@ class Registry:
             alias = self._require_alias(db, name.name)
             fitting = {alias.version} if alias.version.startswith(name.prefix) else set()
             if name.prefix:
-                uses = self._uses(db, name.name, since_removal=True)
-                stored = (use.version for use in uses if use.version.startswith(name.prefix))
-                fitting |= {version for version in stored if self._has(db, version)}
+                had = (row.version for row in live_rows(db, name.name) if row.version.startswith(name.prefix))
+                fitting |= {version for version in had if self._has(db, version)}
         if not fitting:
             raise AdapterNotFound(f"{name.name!r} has no version that begins with {name.prefix}")
         if len(fitting) > 1:
@@ -240,12 +308,22 @@ class Registry:
         return fitting.pop()
 
     def versions_of(self, name: str) -> list[VersionUse]:
-        """The history of a name, newest first. Raises `AdapterNotFound` if it never existed."""
+        """The whole history of a name, newest first. Raises `AdapterNotFound` if it never existed."""
         with self._transaction(write=False) as db:
-            uses = self._uses(db, name, since_removal=False)
+            uses = all_uses(db, name, self._alias(db, name) is not None)
         if not uses:
             raise AdapterNotFound(f"no adapter was ever registered as {name!r}")
         return uses
+
+    def versions_now(self, name: str) -> list[NameVersion]:
+        """The stored versions that a name had since it was last removed, each once, newest first.
+
+        Raises `AdapterNotFound`.
+        """
+        with self._transaction(write=False) as db:
+            alias = self._require_alias(db, name)
+            rows = [row for row in live_rows(db, name) if self._has(db, row.version)]
+        return names_versions(rows, alias.version)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -261,56 +339,27 @@ class Registry:
             self._connection.execute("COMMIT")
 
     def _version(self, db: sqlite3.Connection, version: str) -> VersionRecord:
-        row = db.execute("SELECT * FROM versions WHERE version = ?", (version,)).fetchone()
+        row = db.execute(f"{_VERSION} WHERE version = ?", (version,)).fetchone()
         if row is None:
             raise AdapterNotFound(f"no version {version[:12]} is stored")
-        return _version_record(row)
+        return version_record(row)
+
+    def _target(self, db: sqlite3.Connection, name: str, to: str | None) -> HistoryRow:
+        rows = [row for row in live_rows(db, name) if self._has(db, row.version)]
+        return step_back(name, rows) if to is None else chosen_step(name, rows, to)
 
     def _has(self, db: sqlite3.Connection, version: str) -> bool:
         return db.execute("SELECT 1 FROM versions WHERE version = ?", (version,)).fetchone() is not None
 
     def _alias(self, db: sqlite3.Connection, name: str) -> Alias | None:
-        row = db.execute("SELECT * FROM aliases WHERE name = ?", (name,)).fetchone()
-        return None if row is None else _alias_record(row)
+        row = db.execute(f"{_ALIAS} WHERE name = ?", (name,)).fetchone()
+        return None if row is None else alias_record(row)
 
     def _require_alias(self, db: sqlite3.Connection, name: str) -> Alias:
         alias = self._alias(db, name)
         if alias is None:
             raise AdapterNotFound(f"no adapter is registered as {name!r}")
         return alias
-
-    def _uses(self, db: sqlite3.Connection, name: str, *, since_removal: bool) -> list[VersionUse]:
-        rows = db.execute("SELECT version, source, at FROM history WHERE name = ? ORDER BY id DESC", (name,)).fetchall()
-        alias = self._alias(db, name)
-        uses: list[VersionUse] = []
-        for version, source, at in rows:
-            if version is None:
-                if since_removal:
-                    break
-                continue
-            current = alias is not None and not uses
-            uses.append(VersionUse(version, msgspec.json.decode(source, type=AdapterSource), at, current))
-        return uses
-
-
-def _version_record(row: tuple[str, str, str, str, float]) -> VersionRecord:
-    version, source, report, files, created_at = row
-    return VersionRecord(
-        version=version,
-        source=msgspec.json.decode(source, type=AdapterSource),
-        report=msgspec.json.decode(report, type=LoadReport),
-        files=msgspec.json.decode(files, type=tuple[CopiedFile, ...]),
-        created_at=created_at,
-    )
-
-
-def _alias_record(row: tuple[str, str, str, int, float]) -> Alias:
-    name, version, source, pinned, loaded_at = row
-    return Alias(name, version, msgspec.json.decode(source, type=AdapterSource), bool(pinned), loaded_at)
-
-
-def _encode(value: object) -> str:
-    return msgspec.json.encode(value).decode()
 
 
 @contextmanager

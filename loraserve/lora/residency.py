@@ -13,12 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from loraserve.config import format_bytes
-from loraserve.errors import AdapterFault, AdapterNotFound, AdapterRefused, BlendTooLarge, LoraserveError
+from loraserve.errors import AdapterNotFound, BlendTooLarge, LoraserveError
 from loraserve.kernels.metadata import LoraTables
 from loraserve.lora.affine import BaseWeights
+from loraserve.lora.benefit import warm
 from loraserve.lora.copier import has_streams
+from loraserve.lora.new_entry import new_entry
 from loraserve.lora.placement import DeviceTier
 from loraserve.lora.pool import LoraPool
+from loraserve.lora.residency_stats import residency_stats
 from loraserve.lora.spec import AdapterSpec
 from loraserve.lora.staging import HostTier
 from loraserve.lora.states import (
@@ -32,7 +35,6 @@ from loraserve.lora.states import (
     ResidencyStats,
     Tier,
 )
-from loraserve.lora.weights import staged_bytes
 
 __all__ = [
     "AdapterDropped",
@@ -48,6 +50,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_UNDER_WAY = (AdapterState.FETCHING, AdapterState.STAGED)
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
 
 
@@ -79,6 +82,7 @@ class AdapterResidency:
         self._entries: dict[str, AdapterEntry] = {}
         self._wanted: dict[str, AdapterEntry] = {}
         self._pinned: dict[str, AdapterEntry] = {}
+        self._prefetched: dict[str, AdapterEntry] = {}
         self._unannounced: dict[str, AdapterEntry] = {}  # registered, not yet reported as ready or failed
         self._events: list[ResidencyEvent] = []
         self._counts: Counter[str] = Counter()
@@ -94,7 +98,9 @@ class AdapterResidency:
         """
         entry = self._entries.get(version)
         if entry is None:
-            entry = self._new_entry(version, folder, spec, pinned)
+            entry = new_entry(self._pool, version, folder, spec, order=self._counts["registered"] + 1)
+            self._counts["registered"] += 1
+            entry.last_used = self._clock()
             self._entries[version] = entry
         elif entry.leaving:
             entry.leaving = False
@@ -136,6 +142,20 @@ class AdapterResidency:
             self._pinned[version] = entry
         else:
             self._pinned.pop(version, None)
+
+    def prefetch(self, version: str, *, to_device: bool = True, idle_s: float = 0.0) -> None:
+        """Bring a version to the host or device before it is asked for, over others that nobody needs. Tried once.
+
+        `idle_s` is how long ago it was used last, as far as the caller knows. Raises `AdapterNotFound`.
+        """
+        entry = self._known(version)
+        warm(entry, self._clock() - idle_s)
+        if to_device:
+            self._prefetched[version] = entry
+        self._retry_if_due(entry)
+        if entry.state is AdapterState.ABSENT:
+            self._host.request(entry)
+            self._host.pump()
 
     def hold(self, version: str) -> None:
         """A request that uses this version has come; until `unhold` an `unregister` waits. Raises `AdapterNotFound`."""
@@ -212,7 +232,7 @@ class AdapterResidency:
         if entry is None or entry.leases == 0:
             raise ValueError(f"adapter version {version[:12]} is not leased")
         entry.leases -= 1
-        entry.last_used = self._clock()
+        warm(entry, self._clock())
         self._drop_if_free(entry)
 
     # -- the engine's side ----------------------------------------------------------------------------------------
@@ -230,10 +250,11 @@ class AdapterResidency:
     def require_room(self, versions: list[str]) -> None:
         """Raise `BlendTooLarge` if these versions can never be on the device together, `AdapterNotFound` if unknown."""
         entries = [self._known(version) for version in dict.fromkeys(versions)]
-        if not self._pool.fits_empty(*(entry.spec for entry in entries)):
+        over_limit = len(entries) > 1 and sum(entry.device_needed for entry in entries) > self._device.limit_bytes
+        if over_limit or not self._pool.fits_empty(*(entry.spec for entry in entries)):
             need = format_bytes(sum(entry.device_needed for entry in entries))
             text = f"{len(entries)} adapters in one request need {need} of device memory together; "
-            raise BlendTooLarge(text + f"the LoRA pool has {format_bytes(self._pool.capacity_bytes)}")
+            raise BlendTooLarge(text + f"the LoRA pool has {format_bytes(self._device.limit_bytes)}")
 
     def slot(self, version: str) -> int:
         """The slot of a leased version. Raises `RuntimeError` without a lease: the slot could change hands."""
@@ -251,10 +272,13 @@ class AdapterResidency:
         self._refetch()
         self._host.pump()
         waiting = (e for e in self._wanted.values() if e.placeable)
-        pinned = (e for e in self._pinned.values() if e.placeable and e.wanted_since is None)
-        self._device.place(sorted(waiting, key=lambda e: (e.since, e.order)), list(pinned))
+        unasked = {e.version: e for e in (*self._pinned.values(), *self._prefetched.values()) if e.wanted_since is None}
+        idle = [e for e in unasked.values() if e.placeable]
+        self._device.place(sorted(waiting, key=lambda e: (e.since, e.order)), idle)
         for entry, error in self._device.write(max_bytes):
             self._fail(entry, error)
+        self._prefetched = {v: e for v, e in self._prefetched.items() if e.state in _UNDER_WAY}
+        self._device.trim()
         self._host.trim()
         return bool(self._device.uploading) and not self._device.is_waiting
 
@@ -273,29 +297,17 @@ class AdapterResidency:
 
     def stats(self) -> ResidencyStats:
         """Counts and bytes of all tiers."""
-        states = Counter(entry.state for entry in self._entries.values())
-        return ResidencyStats(
-            registered=len(self._entries),
-            absent=states[AdapterState.ABSENT],
-            fetching=states[AdapterState.FETCHING],
-            staged=states[AdapterState.STAGED],
-            resident=states[AdapterState.RESIDENT],
-            failed=states[AdapterState.FAILED],
-            wanted=len(self._wanted),
-            uploading=len(self._device.uploading),
-            leases=sum(entry.leases for entry in self._device.resident.values()),
-            device_bytes=self._pool.stats().used_bytes,
-            device_capacity=self._pool.capacity_bytes,
-            host_bytes=self._host.used_bytes,
-            host_capacity=self._host.capacity_bytes,
-            stagings=self._counts["stagings"],
-            uploads=self._device.num_uploads,
-            evictions=self._device.num_evictions,
-            host_evictions=self._host.num_evictions,
-            failures=self._counts["failures"],
-            hits=self._counts["hits"],
-            misses=self._counts["misses"],
-        )
+        return residency_stats(self._entries.values(), len(self._wanted), self._device, self._host, self._counts)
+
+    def set_limits(self, *, device_bytes: int | None = None, host_bytes: int | None = None) -> None:
+        """Change how much of the device pool is used and how much host memory staged copies may take.
+
+        What is over a smaller limit goes as soon as nobody needs it. `device_bytes` beyond the pool is the whole pool.
+        """
+        if device_bytes is not None:
+            self._device.limit_bytes = min(device_bytes, self._pool.capacity_bytes)
+        if host_bytes is not None:
+            self._host.capacity_bytes = host_bytes
 
     def check(self) -> None:
         """Raise `AssertionError` if states, tiers and the pool do not agree. For tests and idle moments."""
@@ -317,33 +329,15 @@ class AdapterResidency:
             raise _not_found(version)
         return entry
 
-    def _new_entry(self, version: str, folder: Path, spec: AdapterSpec, pinned: bool) -> AdapterEntry:
-        device_needed = self._pool.bytes_needed(spec)
-        if not self._pool.fits_empty(spec):
-            have = format_bytes(self._pool.capacity_bytes)
-            text = f"the adapter needs {format_bytes(device_needed)} of device memory; the LoRA pool has {have}"
-            raise AdapterRefused(AdapterFault.ADAPTER_TOO_LARGE, text)
-        self._counts["registered"] += 1
-        return AdapterEntry(
-            version=version,
-            folder=folder,
-            spec=spec,
-            pinned=pinned,
-            order=self._counts["registered"],
-            demand=self._pool.layout.demand(spec),
-            device_needed=device_needed,
-            host_needed=staged_bytes(spec, self._pool.layout, self._pool.dtype),
-            last_used=self._clock(),
-        )
-
     def _collect(self) -> None:
-        for entry, staged, error in self._host.collect():
+        for entry, staged, error, _ in self._host.collect():
             if error is not None:
                 self._fail(entry, error)
             elif staged is not None:
                 self._counts["stagings"] += 1
                 entry.failures = 0
-                entry.last_used = self._clock()
+                if entry.heat == 0.0:
+                    warm(entry, self._clock())
                 if self._unannounced.pop(entry.version, None) is not None:
                     self._events.append(AdapterReady(entry.version))
             self._drop_if_free(entry)
@@ -391,7 +385,7 @@ class AdapterResidency:
         elif entry.state is AdapterState.RESIDENT:
             self._device.evict(entry)
         self._host.release(entry)
-        for table in (self._entries, self._pinned, self._unannounced):
+        for table in (self._entries, self._pinned, self._prefetched, self._unannounced):
             table.pop(entry.version, None)
         self._events.append(AdapterDropped(entry.version))
 

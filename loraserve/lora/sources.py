@@ -17,6 +17,7 @@ class FetchedFolder(NamedTuple):
 
     folder: AdapterFolder
     source: AdapterSource
+    restricted: bool = False  # not everybody may have it: a private or gated repository
 
 
 def resolve_local(path: str, allow: tuple[Path, ...], subfolder: str | None = None) -> FetchedFolder:

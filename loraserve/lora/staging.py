@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 
 from loraserve.errors import AdapterFault, AdapterRefused, LoraserveError
 from loraserve.lora.affine import BaseWeights
+from loraserve.lora.benefit import host_benefit
 from loraserve.lora.layout import PoolLayout
 from loraserve.lora.states import AdapterEntry, AdapterState
 from loraserve.lora.weights import StagedAdapter, StagingCancelled, StagingTicket, stage
@@ -37,6 +39,7 @@ class StagingResult(NamedTuple):
     entry: AdapterEntry
     staged: StagedAdapter | None
     error: LoraserveError | None
+    seconds: float = 0.0  # that the work took
 
 
 class Loader:
@@ -80,7 +83,9 @@ def _perform(task: StagingTask) -> StagingResult:
     try:
         if task.ticket.cancelled:
             return StagingResult(task.entry, None, None)
-        return StagingResult(task.entry, task.work(), None)
+        begun = time.monotonic()
+        staged = task.work()
+        return StagingResult(task.entry, staged, None, time.monotonic() - begun)
     except StagingCancelled:
         return StagingResult(task.entry, None, None)
     except LoraserveError as error:
@@ -98,7 +103,7 @@ class HostTier:
     moment. The one exception is a single adapter larger than the whole budget: it may pass through when it is alone.
     Order of staging: adapters that requests wait for, longest wait first; then those merely registered, oldest first;
     nobody overtakes, so a large adapter is not starved by small ones. Room comes from copies nobody waits for, least
-    recently used first, then from copies wanted later than the one that needs room, latest first.
+    worth keeping first, then from copies wanted later than the one that needs room, latest first.
     """
 
     def __init__(
@@ -114,6 +119,7 @@ class HostTier:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0  # staged copies and the ones being made
         self.num_evictions = 0
+        self.staging_seconds = 0.0
         self._layout = layout
         self._dtype = dtype
         self._pin_memory = pin_memory
@@ -156,7 +162,8 @@ class HostTier:
     def collect(self) -> list[StagingResult]:
         """Take what the loader finished. Entries are STAGED, or ABSENT if cancelled; failed ones stay FETCHING."""
         results = self._loader.collect()
-        for i, (entry, staged, error) in enumerate(results):
+        for i, (entry, staged, error, seconds) in enumerate(results):
+            self.staging_seconds += seconds
             del self._loading[entry.version]
             entry.ticket = None
             if staged is not None and entry.checksum not in (None, staged.checksum):
@@ -246,7 +253,7 @@ class HostTier:
                 idle.append(entry)
             elif entry.since > since > float("-inf"):
                 later.append(entry)
-        idle.sort(key=lambda e: (e.pinned, e.last_used))
+        idle.sort(key=lambda e: (e.pinned, host_benefit(e)))
         later.sort(key=lambda e: e.since, reverse=True)
         return idle + later
 

@@ -66,6 +66,9 @@ class AdapterEntry:
     holds: int = 0
     leaving: bool = False  # unregistered; ends with its last lease, hold and want
     last_used: float = 0.0
+    heat: float = 0.0  # uses, halved over time: as of `heat_at`
+    heat_at: float = 0.0
+    placed_at: float = 0.0  # when it was given its pages
     blocked_since: float | None = None  # first in line for pages that are not there
     overtaken: int = 0  # uploads that went ahead while it was blocked
     error: LoraserveError | None = None
@@ -210,3 +213,16 @@ class ResidencyStats(NamedTuple):
     failures: int
     hits: int
     misses: int
+    staging_seconds: float
+    upload_seconds: float
+
+    @property
+    def by_state(self) -> dict[str, int]:
+        """Versions by where they are."""
+        return {
+            "absent": self.absent,
+            "fetching": self.fetching,
+            "staged": self.staged,
+            "resident": self.resident,
+            "failed": self.failed,
+        }

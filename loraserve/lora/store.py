@@ -16,6 +16,8 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -25,7 +27,8 @@ from loraserve.lora.chat_template import TemplateFolder
 from loraserve.lora.files import AdapterFolder, read_chunks
 from loraserve.lora.format import parse_adapter
 from loraserve.lora.names import parse_name
-from loraserve.lora.registry import Alias, Registry, VersionRecord, VersionUse
+from loraserve.lora.records import Visibility
+from loraserve.lora.registry import Alias, NameVersion, Registry, VersionRecord, VersionUse
 from loraserve.lora.spec import AdapterSource, BaseGeometry, LoadReport
 from loraserve.lora.version import content_version
 from loraserve.lora.workspace import (
@@ -55,6 +58,7 @@ class AdapterStore:
         self._max_adapter_bytes = max_adapter_bytes
         self._closed = False
         self._close_lock = threading.Lock()
+        self._seen: int | None = 0
         with storage_errors("opening it"):
             self._versions.mkdir(parents=True, exist_ok=True)
             with exclusive(self._lock_file):
@@ -63,6 +67,7 @@ class AdapterStore:
                 self._workspace.sweep()
                 self.templates = TemplateFolder(data_dir / "templates", self._workspace)
                 orphans = self._take_orphans()
+                self._seen = self._registry.data_version()
             for orphan in orphans:
                 shutil.rmtree(orphan, ignore_errors=True)
 
@@ -91,6 +96,8 @@ class AdapterStore:
         geometry: BaseGeometry | None,
         max_rank: int,
         progress: Progress = _no_progress,
+        *,
+        max_bytes: int | None = None,
     ) -> VersionRecord:
         """Copy an adapter in, check the copy, and keep it under its hash; known content is kept once.
 
@@ -100,7 +107,7 @@ class AdapterStore:
         read_adapter_files(folder)  # before gigabytes are copied, and while files that are not copied can be named
         copy = self._workspace.new_path()
         try:
-            files = copy_adapter(folder, copy, self._max_adapter_bytes, progress)
+            files = copy_adapter(folder, copy, min(self._max_adapter_bytes, max_bytes or MAX_ADAPTER_BYTES), progress)
             spec = parse_adapter(copy, geometry, max_rank)
             version = content_version(spec, copy)
             record = VersionRecord(version, source, LoadReport.of(spec, version), files, time.time())
@@ -120,6 +127,19 @@ class AdapterStore:
             raise AdapterRefused(AdapterFault.MISSING_WEIGHTS, f"the files of version {version[:12]} are gone")
         return folder
 
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A path for files on their way in; it does not exist yet, and is deleted at the end."""
+        path = self._workspace.new_path()
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def place(self, version: str) -> Path:
+        """Where the files of a version lie if it is stored; nothing is looked up."""
+        return self._versions / version
+
     def version(self, version: str) -> VersionRecord:
         """The record of a version. Raises `AdapterNotFound`."""
         return self._registry.version(version)
@@ -127,6 +147,10 @@ class AdapterStore:
     def versions(self) -> list[VersionRecord]:
         """All versions, oldest first."""
         return self._registry.versions()
+
+    def num_bytes(self) -> int:
+        """Bytes of the files of all versions."""
+        return self._registry.num_bytes()
 
     def verify(self, version: str) -> bool:
         """Whether every file of a version still has the bytes that were copied. Raises `AdapterNotFound`."""
@@ -145,14 +169,16 @@ class AdapterStore:
         """Delete a version and its files. Raises `AdapterNotFound`, `AdapterInUse` while a name points at it."""
         with storage_errors("deleting an adapter"), exclusive(self._lock_file):
             self._registry.delete_version(version)
-            folder = self._versions / version
-            if folder.exists():
-                grave = self._workspace.new_path()
-                os.rename(folder, grave)
-                fsync_folder(self._versions)
-            else:
-                return
-        shutil.rmtree(grave, ignore_errors=True)
+            graves = self._bury([version])
+        self._empty(graves)
+
+    def delete_unneeded(self, versions: Iterable[str]) -> list[str]:
+        """Delete those of the versions, with their files, that no name has or could be rolled back to; returns them."""
+        with storage_errors("deleting adapters"), exclusive(self._lock_file):
+            gone = self._registry.delete_unneeded(versions)
+            graves = self._bury(gone)
+        self._empty(graves)
+        return gone
 
     # -- names ----------------------------------------------------------------------------------------------------
 
@@ -164,9 +190,44 @@ class AdapterStore:
         source: AdapterSource | None = None,
         pinned: bool = False,
         replace: bool = False,
+        owner: str = "",
+        visibility: Visibility | None = None,
     ) -> Alias:
         """Point a name at a version; see `Registry.set_alias`."""
-        return self._registry.set_alias(name, version, source=source, pinned=pinned, replace=replace)
+        return self._registry.set_alias(
+            name, version, source=source, pinned=pinned, replace=replace, owner=owner, visibility=visibility
+        )
+
+    def roll_back(self, name: str, to: str | None = None) -> Alias:
+        """Point a name at a version that it had; see `Registry.roll_back`."""
+        return self._registry.roll_back(name, to)
+
+    def rollback_target(self, name: str, to: str | None = None) -> str:
+        """The version that `roll_back` would choose now. Raises as it does."""
+        return self._registry.rollback_target(name, to)
+
+    def set_pinned(self, name: str, pinned: bool) -> Alias:
+        """Pin or unpin a name. Raises `AdapterNotFound`."""
+        return self._registry.set_pinned(name, pinned)
+
+    def note_use(self, last_used: Mapping[str, float], tiers: Mapping[str, str] | None = None) -> None:
+        """Record when names were last used and where versions are; see `Registry.note_use`."""
+        self._registry.note_use(last_used, tiers)
+
+    def registered(self) -> list[tuple[Alias, VersionRecord]]:
+        """Every name with its version, by name."""
+        return self._registry.registered()
+
+    def changed_by_others(self, *, wait: bool = True) -> bool:
+        """Whether another process has changed the registry since the last call.
+
+        Without `wait` it never waits for a write of this process; then a change may be told by a later call.
+        """
+        found = self._registry.data_version(wait=wait)
+        if found is None or found == self._seen:
+            return False
+        self._seen = found
+        return True
 
     def remove_alias(self, name: str) -> Alias:
         """Take a name away; its version stays. Raises `AdapterNotFound`."""
@@ -188,6 +249,10 @@ class AdapterStore:
         """The history of a name, newest first. Raises `AdapterNotFound` if it never existed."""
         return self._registry.versions_of(name)
 
+    def versions_now(self, name: str) -> list[NameVersion]:
+        """The versions that a name had since it was last removed; see `Registry.versions_now`."""
+        return self._registry.versions_now(name)
+
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _kept_files(self, version: str) -> tuple[CopiedFile, ...] | None:
@@ -208,6 +273,23 @@ class AdapterStore:
             self._workspace.discard(place)
         os.rename(copy, place)
         fsync_folder(self._versions)
+
+    def _bury(self, versions: Iterable[str]) -> list[Path]:
+        """Move the folders of versions out of the way: at once, and durably."""
+        graves = []
+        for version in versions:
+            folder = self._versions / version
+            if folder.exists():
+                graves.append(self._workspace.new_path())
+                os.rename(folder, graves[-1])
+        if graves:
+            fsync_folder(self._versions)
+        return graves
+
+    @staticmethod
+    def _empty(graves: Iterable[Path]) -> None:
+        for grave in graves:
+            shutil.rmtree(grave, ignore_errors=True)
 
     def _take_orphans(self) -> list[Path]:
         """Move folders that no record knows (a crash between move and record, or record and delete) out of the way."""

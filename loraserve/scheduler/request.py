@@ -110,6 +110,8 @@ class Request:
     max_total: int = 0  # most tokens of prompt and output together; set when added
     order: int = -1  # position in the order of arrival; set when added
     admitted: bool = False  # whether it ever ran
+    admitted_at: float | None = None  # monotonic seconds of the first admission
+    was_passed_over: bool = False  # before it: its adapter was not on the device
     passed_over_at: float | None = None  # when it was first passed over because its adapter was not on the device
     wanted_at: float | None = None  # when the scheduler first asked for its adapters
     aborting: FinishReason | None = None  # to end at commit, because the step in flight still writes its pages

@@ -196,6 +196,8 @@ class Scheduler:
             pages_free=self._cache.free_pages,
             pages_evictable=self._cache.evictable_pages,
             waiting_reasons=reason_counts(reasons),
+            running_versions=tuple({version for request in self._running for version in request.versions}),
+            waiting_versions=tuple({version for request in self._waiting for version in request.versions}),
             refusals_total=reason_counts(totals.refusals),
             retractions_total=totals.retractions,
             admitted_total=totals.admitted,
@@ -306,11 +308,12 @@ class Scheduler:
 
     def _start(self, request: Request) -> None:
         self._waiting.remove(request)
+        request.was_passed_over |= request.passed_over_at is not None
         self._turns.forget(request)
         request.state = RequestState.RUNNING
         insort(self._running, request, key=Request.rank)
         if not request.admitted:
-            request.admitted = True
+            request.admitted, request.admitted_at = True, self._clock()
             request.num_cached = request.num_computed
             self._totals.admitted += 1
             self._totals.prompt_tokens += request.num_prompt

@@ -68,6 +68,8 @@ class SchedulerStats:
     prompt_tokens_total: int  # of first admissions
     cached_tokens_total: int  # of those, reused
     output_tokens_total: int
+    running_versions: tuple[str, ...]  # adapters of the running requests, each once
+    waiting_versions: tuple[str, ...]
 
     @property
     def pages_used(self) -> int:

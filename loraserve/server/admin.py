@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from math import isfinite
 from typing import Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from loraserve.engine.messages import AdapterStatus
 from loraserve.errors import EngineDead, EngineNotReady, InvalidRequest
 from loraserve.lora.spec import MODULE_PATHS, AdapterSource
-from loraserve.server.directory import Entry, LoadOrder
+from loraserve.server.entries import Entry, LoadOrder
 from loraserve.server.fields import check_fields
 from loraserve.server.inflight import ServedAdapter
 from loraserve.server.ports import AdapterPlace
-from loraserve.server.protocol import LoadRequest, UnloadRequest
+from loraserve.server.protocol import LoadRequest, PinRequest, PrefetchRequest, RollbackRequest, UnloadRequest
 from loraserve.server.responses import (
     AdapterInfo,
     AdapterList,
@@ -24,6 +25,8 @@ from loraserve.server.responses import (
     ProgressInfo,
     SourceInfo,
     UnloadResponse,
+    VersionInfo,
+    VersionList,
 )
 from loraserve.server.state import ServerState
 from loraserve.server.strict_body import StrictRoute
@@ -39,11 +42,11 @@ def admin_router(state: ServerState) -> APIRouter:
     @router.post(
         "/load", response_model=AdapterInfo, responses={202: {"model": AdapterInfo}}, summary="Load an adapter"
     )
-    async def load(body: LoadRequest) -> JSONResponse:
+    async def load(body: LoadRequest, request: Request) -> JSONResponse:
         """Fetch, check and register an adapter. With `wait: false` the answer is 202; poll `GET /adapters/{name}`."""
         state.require_ready()
         check_fields(body, {})
-        order = _order(body)
+        order = _order(body, request.scope["tenant"])
         wait = body.wait is None or body.wait
         entry = await state.directory.load(order, wait=wait)
         info = describe(entry, await _statuses(state))
@@ -56,8 +59,36 @@ def admin_router(state: ServerState) -> APIRouter:
         deadline_s = DEFAULT_DEADLINE_S if body.deadline_s is None else body.deadline_s
         if not (isfinite(deadline_s) and 0 <= deadline_s <= MAX_DEADLINE_S):
             raise InvalidRequest(f"deadline_s must be from 0 to {MAX_DEADLINE_S:g}", param="deadline_s")
-        result = await state.directory.unload(body.name, force=bool(body.force), deadline_s=deadline_s)
+        result = await state.directory.unload(
+            body.name, force=bool(body.force), deadline_s=deadline_s, purge=bool(body.purge)
+        )
         return UnloadResponse(**result._asdict())
+
+    @router.post("/rollback", summary="Go back to an older version")
+    async def rollback(body: RollbackRequest) -> AdapterInfo:
+        """One step further back in the name's history each time, or to the version that begins with `to`."""
+        state.require_ready()
+        check_fields(body, {})
+        if body.to is not None and re.fullmatch(r"[0-9a-f]{4,64}", body.to, re.ASCII) is None:
+            raise InvalidRequest("to must be 4 to 64 lower-case hex digits of a version", param="to")
+        entry = await state.directory.roll_back(body.name, body.to)
+        return describe(entry, await _statuses(state))
+
+    @router.post("/pin", summary="Pin or unpin an adapter")
+    async def pin(body: PinRequest) -> AdapterInfo:
+        """A pinned adapter goes to the device by itself and is evicted only as the last resort."""
+        state.require_ready()
+        check_fields(body, {})
+        entry = await state.directory.pin(body.name, body.pinned is None or body.pinned)
+        return describe(entry, await _statuses(state))
+
+    @router.post("/prefetch", summary="Bring an adapter nearer")
+    async def prefetch(body: PrefetchRequest) -> AdapterInfo:
+        """Answers when it is on the host; the device follows when there is room that nobody needs."""
+        state.require_ready()
+        check_fields(body, {})
+        entry = await state.directory.prefetch(body.name, body.to or "device")
+        return describe(entry, await _statuses(state))
 
     @router.get("", summary="List adapters")
     async def list_adapters() -> AdapterList:
@@ -66,6 +97,22 @@ def admin_router(state: ServerState) -> APIRouter:
         return AdapterList(data=[describe(entry, statuses) for entry in state.directory.entries()])
 
     # Hub names have a slash.
+    @router.get("/{name:path}/versions", summary="List an adapter's versions")
+    async def versions(name: str) -> VersionList:
+        """The versions that the name had since it was last unloaded, newest first."""
+        found = await state.directory.versions(name)
+        return VersionList(
+            data=[
+                VersionInfo(
+                    version=each.version,
+                    source=_source_info(each.source),
+                    created_at=each.created_at,
+                    current=each.current,
+                )
+                for each in found
+            ]
+        )
+
     @router.get("/{name:path}", summary="Describe an adapter")
     async def get_adapter(name: str) -> AdapterInfo:
         """All that is known of one name."""
@@ -105,6 +152,7 @@ def describe(entry: Entry, statuses: Mapping[str, AdapterStatus]) -> AdapterInfo
         chat_template=None if served is None else "base" if served.source.chat_template is None else "own",
         warnings=[] if report is None else list(report.warnings),
         error=error,
+        visibility="public" if served is None else served.visibility,
     )
 
 
@@ -147,7 +195,7 @@ async def _statuses(state: ServerState) -> Mapping[str, AdapterStatus]:
         return {}
 
 
-def _order(body: LoadRequest) -> LoadOrder:
+def _order(body: LoadRequest, tenant: str) -> LoadOrder:
     if (body.path is None) == (body.repo is None):
         raise InvalidRequest("give exactly one of path and repo", param="path")
     if body.path is not None:
@@ -161,4 +209,15 @@ def _order(body: LoadRequest) -> LoadOrder:
     place = AdapterPlace(
         path=body.path, repo=body.repo, revision=body.revision, subfolder=body.subfolder, token=body.token
     )
-    return LoadOrder(name=body.name, place=place, pin=bool(body.pin), replace=bool(body.replace))
+    visibility = body.visibility
+    if visibility is None and body.token is not None:
+        visibility = "private"  # what a token opens is not for everybody
+    owner = tenant if visibility == "private" else ""
+    return LoadOrder(
+        name=body.name,
+        place=place,
+        pin=bool(body.pin),
+        replace=bool(body.replace),
+        owner=owner,
+        visibility=visibility,
+    )

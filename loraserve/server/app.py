@@ -10,9 +10,12 @@ from fastapi import FastAPI
 
 from loraserve import __version__
 from loraserve.config import ServeConfig
+from loraserve.server.adapter_metrics import AdapterCollector
 from loraserve.server.admin import admin_router
+from loraserve.server.admin_limits import limits_router
 from loraserve.server.auth import Auth
 from loraserve.server.chats import ChatRenderer
+from loraserve.server.compat_doors import sglang_router, vllm_router
 from loraserve.server.directory import AdapterDirectory
 from loraserve.server.failures import install_handlers
 from loraserve.server.health import health_router
@@ -25,6 +28,7 @@ from loraserve.server.openai_completions import completions_router
 from loraserve.server.openai_models import models_router
 from loraserve.server.ports import AdapterLibrary, EnginePort
 from loraserve.server.responses import ErrorResponse
+from loraserve.server.sources import parse_sources
 from loraserve.server.state import ServerState
 from loraserve.server.text import Text
 from loraserve.server.tokens import tokens_router
@@ -44,15 +48,35 @@ def make_state(
 ) -> ServerState:
     """Everything the routes share. `tokenizer` may come later, by setting `text_or_none`."""
     base_name = served_name(config.engine.model)
-    inflight = InFlight(engine)
+    inflight, lora = InFlight(engine), config.engine.lora
     metrics = Metrics(lambda: engine.stats)
+    directory = AdapterDirectory(
+        engine,
+        library,
+        inflight,
+        base_name,
+        sources=parse_sources(lora.adapter_source),
+        max_on_demand=lora.adapter_source_count,
+        max_on_demand_bytes=lora.adapter_source_size,
+        clock=clock,
+    )
+    collector = AdapterCollector(
+        metrics.traffic,
+        lambda: engine.stats,
+        lambda: (entry.served for entry in directory.entries() if entry.served is not None),
+        base_name,
+        lora.max_lora_slots,
+        lambda: metrics.disk_bytes,
+    )
+    metrics.registry.register(collector)
     return ServerState(
         config=config,
         engine=engine,
         base_name=base_name,
-        directory=AdapterDirectory(engine, library, inflight, base_name, clock=clock),
+        directory=directory,
         inflight=inflight,
         metrics=metrics,
+        disk_bytes=library.disk_bytes,
         meter=RequestMeter(metrics),
         auth=Auth(config.server),
         chats=ChatRenderer(library, use_own=not config.server.ignore_adapter_chat_templates),
@@ -78,8 +102,11 @@ def build_app(state: ServerState) -> FastAPI:
     app.include_router(completions_router(state), prefix="/v1")
     app.include_router(chat_router(state), prefix="/v1")
     app.include_router(models_router(state), prefix="/v1")
+    app.include_router(vllm_router(state), prefix="/v1")
+    app.include_router(sglang_router(state))
     app.include_router(tokens_router(state))
     app.include_router(admin_router(state), prefix="/adapters")
+    app.include_router(limits_router(state), prefix="/admin")
     app.include_router(health_router(state))
     install_handlers(app)
     app.add_middleware(Envelope, auth=state.auth, metrics=state.metrics, max_body=state.config.server.max_body)

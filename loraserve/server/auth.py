@@ -19,28 +19,36 @@ class Auth:
         self._loopback = is_loopback(config.host)
 
     def check_api(self, header: str | None) -> str:
-        """Let a caller of /v1 in; returns its tenant. Raises `AuthenticationFailed`."""
-        if not self._api:
-            return ""
+        """Let a caller of /v1 in; returns its tenant. Raises `AuthenticationFailed`.
+
+        Without API keys all callers are one tenant, but for the one that shows the admin key.
+        """
         key = _key_of(header)
+        if not self._api:
+            return self._tenant(key) if self._is_admin(key) else ""
         # No short cut between the two: which list a key is in must not show in the time.
         known = self._is_api(key) | self._is_admin(key)
         if not known:
             raise AuthenticationFailed("no API key was given" if key is None else "the API key is wrong")
-        return "" if key is None else _digest(key).hex()[:16]
+        return self._tenant(key)
 
-    def check_admin(self, header: str | None) -> None:
-        """Let an operator in. Raises `AuthenticationFailed` or `PermissionDenied`."""
+    def check_admin(self, header: str | None) -> str:
+        """Let an operator in; returns its tenant, as at /v1. Raises `AuthenticationFailed` or `PermissionDenied`."""
         if self._admin is None:
             if not self._loopback:
                 raise PermissionDenied("admin endpoints need --admin-key when the server listens beyond this machine")
-            return
+            key = _key_of(header)
+            return self._tenant(key) if self._is_api(key) else ""
         key = _key_of(header)
         if self._is_admin(key):
-            return
+            return self._tenant(key)
         if self._is_api(key):
             raise PermissionDenied("this key opens /v1, but not the admin endpoints")
         raise AuthenticationFailed("no admin key was given" if key is None else "the admin key is wrong")
+
+    @staticmethod
+    def _tenant(key: str | None) -> str:
+        return "" if key is None else _digest(key).hex()[:16]
 
     def _is_api(self, key: str | None) -> bool:
         found = False

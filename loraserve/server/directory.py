@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
 
 from loraserve.errors import (
     AdapterInUse,
     AdapterNotFound,
-    EngineDead,
-    EngineNotReady,
     LoraserveError,
     NameReserved,
     NameTaken,
     RequestAborted,
 )
+from loraserve.lora.history import NameVersion
 from loraserve.lora.names import check_name
+from loraserve.server.background import Background
+from loraserve.server.caller import Caller
+from loraserve.server.engine_versions import EngineVersions
+from loraserve.server.entries import Entry, Failure, Flight, LoadOrder, Unloaded
 from loraserve.server.inflight import InFlight, ServedAdapter, wait_event
 from loraserve.server.lora_field import AdapterRef
-from loraserve.server.ports import AdapterLibrary, AdapterPlace, EnginePort, StoredAdapter
+from loraserve.server.older_versions import OlderVersions
+from loraserve.server.on_demand import OnDemand
+from loraserve.server.ports import AdapterLibrary, AdapterPlace, EnginePort, Registered, StoredAdapter
+from loraserve.server.registry_sync import RegistrySync
+from loraserve.server.sources import AdapterSources
 
 logger = logging.getLogger(__name__)
 
@@ -32,58 +35,7 @@ KEEP_FAILURE_S = 600.0
 MAX_IMPORTS = 4
 # After its requests were told to end, how long unload waits for the slowest client to take its last event.
 ABORT_GRACE_S = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOrder:
-    """One call to load an adapter under a name."""
-
-    name: str
-    place: AdapterPlace
-    pin: bool = False
-    replace: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Flight:
-    """A load under way. Calls with the same order share it."""
-
-    order: LoadOrder
-    task: asyncio.Task[None] | None = None
-    keep_failure: bool = False
-    bytes_done: int = 0
-    bytes_total: int = 0
-
-    def progress(self, done: int, total: int) -> None:
-        """Called from the importing thread."""
-        self.bytes_done, self.bytes_total = done, total
-
-
-class Failure(NamedTuple):
-    """Why the last load of a name failed, and when (monotonic seconds)."""
-
-    order: LoadOrder
-    error: LoraserveError
-    at: float
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """A name: what it serves now, the load under way, the last load's failure. At least one of them is there."""
-
-    name: str
-    served: ServedAdapter | None = None
-    flight: Flight | None = None
-    failure: Failure | None = None
-
-
-class Unloaded(NamedTuple):
-    """Result of an unload: how many running requests ended by themselves, and how many were ended."""
-
-    name: str
-    version: str | None
-    drained: int
-    aborted: int
+ANYONE = Caller()
 
 
 class AdapterDirectory:
@@ -96,6 +48,9 @@ class AdapterDirectory:
         inflight: InFlight,
         base_name: str,
         *,
+        sources: AdapterSources = (),
+        max_on_demand: int = 256,
+        max_on_demand_bytes: int = 2 << 30,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -106,12 +61,23 @@ class AdapterDirectory:
         self._clock = clock
         self._wall = wall
         self._entries: dict[str, Entry] = {}
-        self._uses: Counter[str] = Counter()  # version → names, draining requests and loads that need it
-        self._served_by: dict[str, set[ServedAdapter]] = {}
-        self._installed: dict[str, bool] = {}  # versions that the engine has → whether pinned there
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._versions = EngineVersions(engine)
+        self._background = Background()
+        self._spawn = self._background.spawn
         self._imports = asyncio.Semaphore(MAX_IMPORTS)
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._older = OlderVersions(library, self._versions, self._leave)
+        self._registry = RegistrySync(library, self._entries, base_name, self._serve, self._leave, self._older.take)
+        self._on_demand = OnDemand(
+            sources,
+            library,
+            self._versions,
+            self._spawn,
+            lambda served, limit_s: self._spawn(self._finish_unload([served], limit_s, [served.version])),
+            max_adapters=max_on_demand,
+            max_bytes=max_on_demand_bytes,
+            clock=clock,
+            wall=wall,
+        )
 
     # -- look up --------------------------------------------------------------------------------------------------
 
@@ -119,21 +85,38 @@ class AdapterDirectory:
         """The entry of a name. Raises `AdapterNotFound`."""
         entry = self._entries.get(name)
         if entry is None or not self._is_alive(entry):
-            raise AdapterNotFound(f"no adapter is registered as {name!r}", param="name")
+            served = next((each for each in self._on_demand.served() if each.name == name), None)
+            if served is None:
+                raise AdapterNotFound(f"no adapter is registered as {name!r}", param="name")
+            return Entry(name, served)
         return entry
 
     def entries(self) -> list[Entry]:
-        """All entries, by name."""
-        return [entry for _, entry in sorted(self._entries.items()) if self._is_alive(entry)]
+        """All entries, by name; then those that came on demand."""
+        found = [entry for _, entry in sorted(self._entries.items()) if self._is_alive(entry)]
+        return found + [Entry(served.name, served) for served in self._on_demand.served()]
 
-    def served(self) -> list[ServedAdapter]:
-        """What requests can name, by name."""
-        return [entry.served for entry in self.entries() if entry.served is not None]
+    def served(self, tenant: str | None = None) -> list[ServedAdapter]:
+        """What is registered (and visible to one tenant), by name."""
+        alive = (entry for _, entry in sorted(self._entries.items()) if self._is_alive(entry))
+        found = [entry.served for entry in alive if entry.served is not None]
+        return found if tenant is None else [served for served in found if served.is_visible_to(tenant)]
 
-    def resolve(self, ref: AdapterRef, param: str = "lora") -> ServedAdapter:
+    def find(self, name: str) -> ServedAdapter | None:
+        """What a name serves now, if anything."""
+        entry = self._entries.get(name)
+        return None if entry is None else entry.served
+
+    def resolve(self, ref: AdapterRef, param: str = "lora", caller: Caller = ANYONE) -> ServedAdapter:
         """The adapter that a request names. Raises `AdapterNotFound`, or `AdapterInUse` while its load is under way."""
         entry = self._entries.get(ref.name)
-        if entry is None or not self._is_alive(entry):
+        if ref.revision is not None or entry is None or not self._is_alive(entry):
+            found = self._on_demand.resolve(ref, caller)
+            if found is not None and found.version.startswith(ref.prefix or ""):
+                return found
+        if ref.revision is not None:
+            raise AdapterNotFound(f"no source has {ref.name!r} at revision {ref.revision[:200]!r}", param=param)
+        if entry is None or not self._is_alive(entry) or not _may_see(entry, caller.tenant):
             raise AdapterNotFound(f"no adapter is registered as {ref.name!r}", param=param)
         if entry.served is None:
             if entry.flight is not None:
@@ -141,8 +124,47 @@ class AdapterDirectory:
             reason = "" if entry.failure is None else f": {entry.failure.error.message}"
             raise AdapterNotFound(f"adapter {ref.name!r} could not be loaded{reason}", param=param)
         if ref.prefix is not None and not entry.served.version.startswith(ref.prefix):
-            raise AdapterNotFound(f"adapter {ref.name!r} has no version that begins with {ref.prefix}", param=param)
+            older = self._older.find(entry.served, ref.prefix)
+            if older is None:
+                raise AdapterNotFound(f"adapter {ref.name!r} has no version that begins with {ref.prefix}", param=param)
+            return older
         return entry.served
+
+    async def prepare(self, refs: Iterable[AdapterRef], caller: Caller = ANYONE) -> bool:
+        """Before `resolve`: see what other processes registered, and have the engine know what the request names.
+
+        True if something had to be brought in. Names that do not exist are left to `resolve`. Raises what the engine
+        says of an adapter.
+        """
+        cold = False
+        refs = list(refs)
+        if refs:
+            await self._registry.see_changes(thorough=any(ref.name not in self._entries for ref in refs))
+        for ref in refs:
+            entry = self._entries.get(ref.name)
+            if ref.revision is not None or entry is None or not self._is_alive(entry):
+                cold |= await self._on_demand.prepare(ref, caller)
+                continue
+            served = None if entry is None or not _may_see(entry, caller.tenant) else entry.served
+            if served is not None and not served.version.startswith(ref.prefix or ""):
+                served = await self._older.prepare(served, ref.prefix or "")
+            if served is not None and not self._versions.has(served.version):
+                cold = True
+                await self.warm(served)
+        return cold
+
+    async def warm(self, served: ServedAdapter, *, to: str | None = None, idle_s: float = 0.0) -> None:
+        """Have the engine know an adapter that came from the registry. Raises what the engine says of it.
+
+        It is also brought `to` host or device, as far as there is room; it was used last `idle_s` seconds ago.
+        """
+        self._versions.use(served.version)
+        try:
+            await self._versions.ensure(served.stored)
+            if to is not None:
+                await self._engine.prefetch_adapter(served.version, to == "device", idle_s)
+        finally:
+            await self._versions.release(served.stored)
 
     # -- load -----------------------------------------------------------------------------------------------------
 
@@ -175,11 +197,11 @@ class AdapterDirectory:
         try:
             async with self._imports:
                 stored = await asyncio.to_thread(self._library.add, order.place, flight.progress)
-            self._uses[stored.version] += 1
+            self._versions.use(stored.version)
             try:
                 await self._install(entry, order, stored)
             finally:
-                await self._unuse(stored)
+                await self._versions.release(stored)
         except LoraserveError as error:
             self._note_failure(entry, flight, error)
             raise
@@ -200,49 +222,147 @@ class AdapterDirectory:
 
     async def _install(self, entry: Entry, order: LoadOrder, stored: StoredAdapter) -> None:
         before = entry.served
-        # With another chat template the name means something else, though the weights are the same.
-        same = before is not None and (before.version, before.source.chat_template) == (
-            stored.version,
-            stored.source.chat_template,
-        )
-        if before is not None and not same and not order.replace:
+        if before is not None and before.stored.meaning != stored.meaning and not order.replace:
             raise NameTaken(
                 f"{order.name!r} is taken by version {before.version[:12]}; replace it with replace: true", param="name"
             )
-        async with self._lock(stored.version):
-            pinned = order.pin or self._is_pinned(stored.version)
-            if self._installed.get(stored.version) != pinned:
-                await self._engine.load_adapter(stored.version, str(stored.folder), pinned)
-                self._installed[stored.version] = pinned
-            if before is not None and same:
-                before.pinned = before.pinned or order.pin
-                return
-            served = ServedAdapter(order.name, stored, order.pin, self._wall())
-            self._uses[stored.version] += 1
-            self._served_by.setdefault(stored.version, set()).add(served)
-            entry.served = served
-        logger.info("adapter %s serves version %s", order.name, stored.version[:12])
+        pinned = order.pin or (before is not None and before.pinned)
+        await self._versions.ensure(stored, pin=pinned)
+        async with self._registry.changing:
+            found = await asyncio.to_thread(
+                self._library.point,
+                order.name,
+                stored,
+                pinned=pinned,
+                replace=order.replace,
+                owner=order.owner,
+                visibility=order.visibility,
+            )
+            self._serve(entry, found)
+
+    def _serve(self, entry: Entry, found: Registered) -> None:
+        """Let a name serve what the registry says."""
+        before = entry.served
+        if before is not None and before.stored.meaning == found.stored.meaning:
+            before.pinned, before.owner, before.visibility = found.pinned, found.owner, found.visibility
+            return
+        served = ServedAdapter(
+            found.name,
+            found.stored,
+            found.pinned,
+            found.loaded_at,
+            found.owner,
+            found.visibility,
+            last_used_at=found.last_used_at,
+        )
+        self._versions.bind(served)
+        entry.served = served
+        former = "" if before is None else f" instead of {before.version[:12]}, which stays in its history"
+        logger.info("adapter %s serves version %s%s", entry.name, served.version[:12], former)
         if before is not None:
-            self._spawn(self._retire(before))
+            self._leave(before)
+
+    # -- versions, pins -------------------------------------------------------------------------------------------
+
+    async def roll_back(self, name: str, to: str | None = None) -> Entry:
+        """Let a name serve a version that it had. Running requests finish on theirs.
+
+        Raises `AdapterNotFound`, `NoOlderVersion`, `AmbiguousVersion`, `AdapterInUse`, and what the engine raises.
+        """
+        entry = self._settled(name)
+        entry.flight = flight = Flight(LoadOrder(name=name, place=AdapterPlace()))
+        flight.task = self._spawn(self._roll_back(entry, to))
+        await asyncio.shield(flight.task)
+        return entry
+
+    async def _roll_back(self, entry: Entry, to: str | None) -> None:
+        try:
+            stored = await asyncio.to_thread(self._library.rollback_target, entry.name, to)
+            self._versions.use(stored.version)
+            try:
+                await self._versions.ensure(stored, pin=entry.served is not None and entry.served.pinned)
+                async with self._registry.changing:
+                    self._serve(entry, await asyncio.to_thread(self._library.roll_back, entry.name, to))
+            finally:
+                await self._versions.release(stored)
+        finally:
+            entry.flight = None
+
+    async def versions(self, name: str) -> list[NameVersion]:
+        """The versions of a name, newest first. Raises `AdapterNotFound`."""
+        await self._registry.see_changes(thorough=check_name(name) not in self._entries)
+        self.entry(name)
+        return await asyncio.to_thread(self._library.versions, name)
+
+    async def pin(self, name: str, pinned: bool) -> Entry:
+        """Keep a name's adapter on the device, or let it go when room is needed. Raises as `unload`."""
+        entry, served = self._settled_and_served(name)
+        async with self._registry.changing:
+            await asyncio.to_thread(self._library.set_pinned, name, pinned)
+            served.pinned = pinned
+        await self.warm(served)
+        return entry
+
+    async def prefetch(self, name: str, to: str) -> Entry:
+        """Stage a name's adapter on the host, and start to bring it to the device. Raises as `pin`."""
+        entry, served = self._settled_and_served(name)
+        await self.warm(served, to=to)
+        return entry
 
     # -- unload ---------------------------------------------------------------------------------------------------
 
-    async def unload(self, name: str, *, force: bool = False, deadline_s: float = 60.0) -> Unloaded:
-        """Take the name away now; return when its requests have ended and its memory is free.
+    async def unload(
+        self, name: str, *, force: bool = False, deadline_s: float = 60.0, purge: bool = False, wait: bool = True
+    ) -> Unloaded:
+        """Take the name away now; return (unless not to `wait`) when its requests have ended and its memory is free.
 
-        Raises `AdapterNotFound`, or `AdapterInUse` while the name is being loaded.
+        With `purge` its files are deleted too, unless another name has or had the same version. Raises
+        `AdapterNotFound`, or `AdapterInUse` while the name is being loaded.
         """
+        self._settled(name)
+        limit_s = 0.0 if force else deadline_s
+        if name not in self._entries:
+            return await self._on_demand.unload(name, limit_s, wait=wait)
+        async with self._registry.changing:
+            entry = self._settled(name)  # again: waiting for the lock took time
+            del self._entries[name]
+            going = [] if entry.served is None else [entry.served, *self._older.take(name)]
+            running = sum(len(served.holds) for served in going)
+            try:
+                had = [] if entry.served is None else await asyncio.to_thread(self._library.forget, name)
+            except AdapterNotFound:  # another process was faster
+                had = []
+            except LoraserveError:
+                self._entries[name] = entry
+                raise
+        if entry.served is None:
+            return Unloaded(name, None, 0, 0)
+        rest = self._spawn(self._finish_unload(going, limit_s, had if purge else []))
+        aborted = await asyncio.shield(rest) if wait else 0
+        return Unloaded(name, entry.served.version, running - aborted if wait else 0, aborted)
+
+    async def _finish_unload(self, going: list[ServedAdapter], deadline_s: float, purge: list[str]) -> int:
+        aborted = sum(await asyncio.gather(*(self._retire(served, deadline_s) for served in going)))
+        logger.info("adapter %s unloaded (%d requests aborted)", going[0].name, aborted)
+        unused = [version for version in purge if not self._versions.is_used(version)]
+        if unused:
+            await asyncio.to_thread(self._library.purge, unused)
+        return aborted
+
+    def _settled(self, name: str) -> Entry:
         entry = self.entry(check_name(name))
         if entry.flight is not None:
             raise AdapterInUse(f"{name!r} is being loaded", param="name")
-        del self._entries[name]
+        return entry
+
+    def _leave(self, served: ServedAdapter) -> None:
+        self._spawn(self._retire(served))
+
+    def _settled_and_served(self, name: str) -> tuple[Entry, ServedAdapter]:
+        entry = self._settled(name)
         if entry.served is None:
-            return Unloaded(name, None, 0, 0)
-        running = len(entry.served.holds)
-        aborted = await asyncio.shield(self._spawn(self._retire(entry.served, 0.0 if force else deadline_s)))
-        drained = running - aborted
-        logger.info("adapter %s unloaded (%d requests drained, %d aborted)", name, drained, aborted)
-        return Unloaded(name, entry.served.version, drained, aborted)
+            raise AdapterNotFound(f"adapter {name!r} could not be loaded", param="name")
+        return entry, entry.served
 
     async def _retire(self, served: ServedAdapter, deadline_s: float | None = None) -> int:
         """Wait for an adapter's requests, end those left at the deadline, free its version; returns how many ended."""
@@ -253,56 +373,24 @@ class AdapterDirectory:
             error = RequestAborted(f"adapter {served.name!r} was unloaded while this request ran")
             aborted = await self._inflight.abort(served.holds, error)
             await wait_event(served.idle, ABORT_GRACE_S)
-        self._served_by[served.version].discard(served)
-        await self._unuse(served.stored)
+        await self._versions.unbind(served)
         return aborted
 
-    async def _unuse(self, stored: StoredAdapter) -> None:
-        """One user of a version less: the last one frees it in the engine, the last pinned one unpins it."""
-        version = stored.version
-        self._uses[version] -= 1
-        async with self._lock(version):
-            if self._uses[version] > 0:
-                pinned = self._is_pinned(version)
-                if self._installed.get(version, pinned) != pinned:
-                    await self._engine.load_adapter(version, str(stored.folder), pinned)
-                    self._installed[version] = pinned
-            elif self._installed.pop(version, None) is not None:
-                # An engine that is down holds nothing, and its client forgets the version first.
-                with contextlib.suppress(EngineDead, EngineNotReady):
-                    await self._engine.drop_adapter(version, force=True)
-        if self._uses[version] <= 0:
-            del self._uses[version]
-            self._served_by.pop(version, None)
-            self._locks.pop(version, None)
+    async def sync(self) -> list[Registered]:
+        """Take over what the registry says; see `RegistrySync.sync`."""
+        return await self._registry.sync()
 
     # -- small ----------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
         """End what is under way, at the end of the server."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._background.close()
 
     def _is_alive(self, entry: Entry) -> bool:
         if entry.failure is not None and self._clock() - entry.failure.at >= KEEP_FAILURE_S:
             entry.failure = None
         return entry.served is not None or entry.flight is not None or entry.failure is not None
 
-    def _is_pinned(self, version: str) -> bool:
-        return any(served.pinned for served in self._served_by.get(version, ()))
 
-    def _lock(self, version: str) -> asyncio.Lock:
-        return self._locks.setdefault(version, asyncio.Lock())
-
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        # Retrieved here, because nobody waits for a load with wait: false.
-        if not task.cancelled() and task.exception() is not None:
-            logger.info("an adapter operation failed: %s", task.exception())
+def _may_see(entry: Entry, tenant: str) -> bool:
+    return entry.served is None or entry.served.is_visible_to(tenant)

@@ -83,7 +83,8 @@ class Generation:
     inflight: InFlight
     meter: RequestMeter
     jobs: list[Job]
-    started: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.monotonic)  # when the request came
+    cold: bool = False  # whether an adapter had to be brought in before
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Deltas of all choices as they come. Raises the first error of any choice; the others are ended."""
@@ -124,7 +125,7 @@ class Generation:
 
     async def _run(self, job: Job) -> AsyncGenerator[Delta, None]:
         """One choice. Leaving early, also by a stop string, ends it in the engine."""
-        meter = self.meter.begin(job.request, self.started)
+        meter = self.meter.begin(job.request, self.started, job.hold.adapters)
         reason = "error"
         try:
             with self.inflight.holding(job.hold):
@@ -166,6 +167,8 @@ class Generation:
                 piece = _echo(job.prompt, prompt_logprobs)
             _take(output, assembler, piece)
             job.num_generated += len(output.token_ids)
+            if output.queued_s is not None:
+                meter.admitted(output.queued_s, self.cold or output.cold)
             if output.token_ids:
                 meter.tokens(len(output.token_ids))
             if assembler.stopped:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -9,7 +11,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from loraserve import __version__
-from loraserve.errors import EngineDead, EngineNotReady, LoraserveError
+from loraserve.errors import EngineDead, EngineNotReady, LoraserveError, StorageFailed
 from loraserve.server.failures import error_body
 from loraserve.server.responses import ErrorResponse, HealthResponse, VersionResponse
 from loraserve.server.state import ServerState
@@ -53,6 +55,8 @@ def health_router(state: ServerState) -> APIRouter:
     @router.get("/metrics", response_class=Response, summary="Prometheus metrics")
     async def metrics() -> Response:
         """Text format."""
+        with suppress(StorageFailed):
+            state.metrics.disk_bytes = await asyncio.to_thread(state.disk_bytes)
         return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     return router

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from loraserve.errors import LoraserveError
+from loraserve.lora.records import Visibility
 from loraserve.lora.spec import AdapterSource
 from loraserve.server.ports import EnginePort, StoredAdapter
 
@@ -21,6 +22,8 @@ class ServedAdapter:
     stored: StoredAdapter
     pinned: bool
     loaded_at: float  # seconds since the epoch
+    owner: str = ""  # the tenant that a private adapter belongs to
+    visibility: Visibility = "public"
     last_used_at: float | None = None
     num_requests: int = 0
     holds: set[Hold] = field(default_factory=set)
@@ -33,6 +36,10 @@ class ServedAdapter:
     def version(self) -> str:
         """Content hash of what is served."""
         return self.stored.version
+
+    def is_visible_to(self, tenant: str) -> bool:
+        """Whether requests of this tenant may name it."""
+        return self.visibility == "public" or self.owner == tenant
 
     @property
     def source(self) -> AdapterSource:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from loraserve.errors import (
 from loraserve.sampling import MAX_SEED, SamplingParams
 from loraserve.scheduler.request import AdapterUse
 from loraserve.server.adapter_texts import num_new_tokens
+from loraserve.server.caller import Caller
 from loraserve.server.fields import STREAM_NEUTRAL, check_fields
 from loraserve.server.generation import Generation, Job, Prompt, ResolvedUse
 from loraserve.server.lora_field import Blend, combine
@@ -61,10 +63,11 @@ class SharedFields(NamedTuple):
     priority: int
     timeout_s: float | None
     cache_salt: str | None
-    tenant: str
+    caller: Caller
+    started: float  # monotonic seconds
 
 
-def check_shared(body: GenerationBody, tenant: str) -> SharedFields:
+def check_shared(body: GenerationBody, caller: Caller) -> SharedFields:
     """Check the common fields. Raises `InvalidRequest` naming the field."""
     n = 1 if body.n is None else body.n
     if not 1 <= n <= MAX_N:
@@ -84,15 +87,26 @@ def check_shared(body: GenerationBody, tenant: str) -> SharedFields:
         check_fields(body.stream_options, STREAM_NEUTRAL, "stream_options.")
     include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     return SharedFields(
-        n, stream, include_usage, bool(body.return_token_ids), priority, timeout_s, body.cache_salt, tenant
+        n,
+        stream,
+        include_usage,
+        bool(body.return_token_ids),
+        priority,
+        timeout_s,
+        body.cache_salt,
+        caller,
+        time.monotonic(),
     )
 
 
-def resolve_adapters(state: ServerState, model: str, lora: Sequence[Blend | None]) -> list[tuple[ResolvedUse, ...]]:
+def resolve_adapters(
+    state: ServerState, model: str, lora: Sequence[Blend | None], caller: Caller
+) -> list[tuple[ResolvedUse, ...]]:
     """Adapters of each prompt, from `model` and `lora`. Raises `ModelNotFound`, `AdapterNotFound`, `InvalidRequest`."""
-    named = state.adapter_of(model)
+    named = state.adapter_of(model, caller)
+    resolve = state.directory.resolve
     found = [
-        tuple(ResolvedUse(state.directory.resolve(ref), ref.scale) for ref in combine(named, blend)) for blend in lora
+        tuple(ResolvedUse(resolve(ref, caller=caller), ref.scale) for ref in combine(named, blend)) for blend in lora
     ]
     for uses in found:
         _require_alone(uses)
@@ -190,6 +204,7 @@ def make_generation(
     request_id: str,
     *,
     echo: bool = False,
+    cold: bool = False,
 ) -> Generation:
     """Jobs for every choice of every prompt, holding their adapters until they end."""
     if len(prompts) * shared.n > MAX_CHOICES:
@@ -215,13 +230,13 @@ def make_generation(
                 params=seeded,
                 adapters=_merged(prompt.uses),
                 cache_salt=shared.cache_salt,
-                tenant=shared.tenant,
+                tenant=shared.caller.tenant,
                 priority=shared.priority,
                 timeout_s=shared.timeout_s,
             )
             hold = state.inflight.acquire(request.id, [use.adapter for use in prompt.uses])
             jobs.append(Job(index, prompt, request, hold, echo))
-    return Generation(state.engine, state.inflight, state.meter, jobs)
+    return Generation(state.engine, state.inflight, state.meter, jobs, shared.started, cold)
 
 
 def new_id(prefix: str, request: Request) -> str:

@@ -18,6 +18,7 @@ class AdapterRef(NamedTuple):
     name: str
     prefix: str | None = None
     scale: float = 1.0
+    revision: str | None = None  # of an adapter that is fetched on demand
 
 
 Blend = tuple[AdapterRef, ...]
@@ -92,7 +93,7 @@ def combine(model: AdapterRef | None, lora: Blend | None) -> Blend:
 
 def _parse_object(value: dict[str, object], param: str) -> AdapterRef:
     for key in value:
-        if key not in ("name", "scale"):
+        if key not in ("name", "scale", "revision"):
             raise UnsupportedField(f"unknown field {param}.{key}", param=f"{param}.{key}")
     name, scale = value.get("name"), value.get("scale", 1.0)
     if not isinstance(name, str):
@@ -106,4 +107,10 @@ def _parse_object(value: dict[str, object], param: str) -> AdapterRef:
             f"{param}.scale must be a number from {-MAX_SCALE:g} to {MAX_SCALE:g}, got {scale!r:.40}",
             param=f"{param}.scale",
         )
-    return parse_ref(name, float(scale), param)  # type: ignore[arg-type]
+    revision = value.get("revision")
+    if revision is not None and (not isinstance(revision, str) or not revision):
+        raise InvalidRequest(f"{param}.revision must be a branch, tag or commit", param=f"{param}.revision")
+    ref = parse_ref(name, float(scale), param)  # type: ignore[arg-type]
+    if revision is not None and ref.prefix is not None:
+        raise InvalidRequest(f"{param} has both a revision and a pinned version", param=f"{param}.revision")
+    return ref._replace(revision=revision)

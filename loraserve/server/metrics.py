@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -11,6 +11,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from loraserve.engine.messages import AddRequest, EngineStats
+from loraserve.server.adapter_metrics import PRIVATE, AdapterCounts, AdapterTraffic
+from loraserve.server.inflight import ServedAdapter
 
 STEP_ADAPTER_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _WAIT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -55,6 +57,22 @@ class Metrics:
             buckets=_WAIT_BUCKETS,
             registry=self.registry,
         )
+        self.queue_time = Histogram(
+            "loraserve_queue_seconds",
+            "From a request's arrival in the engine to its admission.",
+            ["kind"],
+            buckets=_WAIT_BUCKETS,
+            registry=self.registry,
+        )
+        self.adapter_first_token = Histogram(
+            "loraserve_adapter_time_to_first_token_seconds",
+            "The same for requests with adapters, by whether they had to wait for theirs.",
+            ["residency"],
+            buckets=_WAIT_BUCKETS,
+            registry=self.registry,
+        )
+        self.traffic = AdapterTraffic()
+        self.disk_bytes = 0  # of stored adapters, as of the last scrape
         self.registry.register(EngineCollector(stats))
 
     def render(self) -> bytes:
@@ -69,23 +87,43 @@ class RequestMeter:
         self._metrics = metrics
         self._clock = clock
 
-    def begin(self, request: AddRequest, started: float) -> ChoiceMeter:
+    def begin(self, request: AddRequest, started: float, adapters: Sequence[ServedAdapter] = ()) -> ChoiceMeter:
         """A choice goes to the engine."""
+        counts = []
+        for adapter in adapters:
+            label = adapter.name if adapter.visibility == "public" else PRIVATE
+            counts.append(self._metrics.traffic.counts(label))
+            counts[-1].prompt_tokens += len(request.prompt)
         kind = ("base", "adapter")[len(request.adapters)] if len(request.adapters) < 2 else "blend"
         self._metrics.in_flight.inc()
         self._metrics.prompt_tokens.labels(kind).inc(len(request.prompt))
-        return ChoiceMeter(self._metrics, self._clock, kind, started)
+        return ChoiceMeter(self._metrics, self._clock, kind, started, counts)
 
 
 class ChoiceMeter:
     """Times one choice."""
 
-    def __init__(self, metrics: Metrics, clock: Callable[[], float], kind: str, started: float) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        kind: str,
+        started: float,
+        counts: Sequence[AdapterCounts] = (),
+    ) -> None:
+        self._counts = counts
         self._metrics = metrics
         self._clock = clock
         self._kind = kind
         self._started = started
         self._last: float | None = None
+
+    def admitted(self, queued_s: float, cold: bool) -> None:
+        """The first token comes, with what the engine says of the wait for it."""
+        self._metrics.queue_time.labels(self._kind).observe(queued_s)
+        if self._counts:
+            waited = self._clock() - self._started
+            self._metrics.adapter_first_token.labels("cold" if cold else "warm").observe(waited)
 
     def tokens(self, count: int) -> None:
         """`count` tokens came from the engine."""
@@ -96,6 +134,8 @@ class ChoiceMeter:
             self._metrics.inter_token.labels(self._kind).observe((now - self._last) / count)
         self._last = now
         self._metrics.output_tokens.labels(self._kind).inc(count)
+        for counts in self._counts:
+            counts.output_tokens += count
 
     def end(self, finish: str, num_generated: int, num_cached: int) -> None:
         """The choice ended."""

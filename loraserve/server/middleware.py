@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraserve.errors import LoraserveError, PayloadTooLarge, RequestTimedOut
 from loraserve.server.auth import Auth
+from loraserve.server.compat_doors import DOORS
 from loraserve.server.failures import error_response, internal_error_bytes
 from loraserve.server.metrics import Metrics
 from loraserve.server.streaming import CLIENT_GONE, ClientGone
@@ -19,11 +20,11 @@ logger = logging.getLogger(__name__)
 OPEN_PATHS = frozenset(
     {"/health", "/ready", "/version", "/metrics", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"}
 )
-_ADMIN = "/adapters"
+_ADMIN = ("/adapters", "/admin")
 # From the headers to the last byte of the body.
 BODY_TIMEOUT_S = 60.0
 _TEMPLATES = {"/adapters/": "/adapters/{name}", "/v1/models/": "/v1/models/{model}"}
-_FIXED = frozenset({"/adapters/load", "/adapters/unload"})
+_FIXED = frozenset({"/adapters/load", "/adapters/unload", "/adapters/rollback", "/adapters/pin", "/adapters/prefetch"})
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
 
 
@@ -94,8 +95,8 @@ class Envelope:
         header = next((value for name, value in scope["headers"] if name == b"authorization"), None)
         key = None if header is None else header.decode("utf-8", "surrogateescape")
         scope["tenant"] = ""
-        if path == _ADMIN or path.startswith(f"{_ADMIN}/"):
-            self._auth.check_admin(key)
+        if path in DOORS or any(path == admin or path.startswith(f"{admin}/") for admin in _ADMIN):
+            scope["tenant"] = self._auth.check_admin(key)
         elif path not in OPEN_PATHS:
             scope["tenant"] = self._auth.check_api(key)
 
@@ -125,7 +126,8 @@ def _route_of(scope: Scope) -> str:
         return "unmatched"
     for prefix, template in _TEMPLATES.items():
         if path.startswith(prefix) and path not in _FIXED:
-            return template
+            versions = prefix == "/adapters/" and path.endswith("/versions")
+            return f"{template}/versions" if versions else template
     return path
 
 

@@ -13,6 +13,7 @@ from fastapi.responses import Response
 from loraserve.errors import InvalidRequest
 from loraserve.sampling import MAX_LOGPROBS
 from loraserve.server.assembly import ShownToken
+from loraserve.server.caller import caller_of
 from loraserve.server.chat_messages import check_messages
 from loraserve.server.fields import CHAT_NEUTRAL, check_best_of, check_fields
 from loraserve.server.generation import Delta, Generation, Job, Prompt
@@ -62,7 +63,7 @@ def chat_router(state: ServerState) -> APIRouter:
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer messages through the model's chat template; `stream: true` answers with events."""
         state.require_ready()
-        shared = check_shared(body, request.scope["tenant"])
+        shared = check_shared(body, caller_of(request.scope))
         check_best_of(body, shared.n)
         check_fields(body, CHAT_NEUTRAL)
         generation, form = await _prepare(state, body, shared, new_id("chatcmpl", request))
@@ -100,7 +101,8 @@ async def _prepare(
     num_top = _num_top(body)
     limits = _limits(body)
     blends = parse_lora_field(body.lora, 1, per_prompt=False)
-    (uses,) = resolve_adapters(state, body.model, blends)  # an unknown name costs no tokenization
+    cold = await state.prepare_adapters(body.model, blends, shared.caller)
+    (uses,) = resolve_adapters(state, body.model, blends, shared.caller)  # an unknown name costs no tokenization
     while True:
         template = state.chats.template_of(uses)
         go_on = bool(body.continue_final_message)
@@ -111,11 +113,11 @@ async def _prepare(
         if not ids:
             raise InvalidRequest("the chat template makes an empty prompt of these messages", param="messages")
         # What a name means may have changed meanwhile; from here to the holds nothing is awaited.
-        before, (uses,) = uses, resolve_adapters(state, body.model, blends)
+        before, (uses,) = uses, resolve_adapters(state, body.model, blends, shared.caller)
         if same_versions([before], [uses]) and state.chats.template_of(uses) == template:
             break
     prompt = Prompt(0, ids, text, [], uses, tokenizer)
-    generation = make_generation(state, body, shared, [prompt], limits, Logprobs(num_top), request_id)
+    generation = make_generation(state, body, shared, [prompt], limits, Logprobs(num_top), request_id, cold=cold)
     form = _Format(request_id, int(time.time()), body.model, num_top, shared.return_token_ids, shared.include_usage)
     return generation, form
 

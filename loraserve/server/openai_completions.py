@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from loraserve.errors import InvalidRequest
+from loraserve.server.caller import caller_of
 from loraserve.server.fields import COMPLETION_NEUTRAL, check_best_of, check_fields
 from loraserve.server.generation import Delta, Generation, Job, Prompt, ResolvedUse
 from loraserve.server.intake import (
@@ -57,7 +58,7 @@ def completions_router(state: ServerState) -> APIRouter:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue each prompt with the base model or with adapters; `stream: true` answers with events."""
         state.require_ready()
-        shared = check_shared(body, request.scope["tenant"])
+        shared = check_shared(body, caller_of(request.scope))
         check_best_of(body, shared.n)
         check_fields(body, COMPLETION_NEUTRAL)
         generation, form = await _prepare(state, body, shared, new_id("cmpl", request))
@@ -75,7 +76,8 @@ async def _prepare(
     values = _split_prompts(body.prompt)
     per_prompt = bool(body.lora_per_prompt)
     blends = parse_lora_field(body.lora, len(values), per_prompt)
-    uses = resolve_adapters(state, body.model, blends)  # an unknown name costs no tokenization
+    cold = await state.prepare_adapters(body.model, blends, shared.caller)
+    uses = resolve_adapters(state, body.model, blends, shared.caller)  # an unknown name costs no tokenization
     echo = bool(body.echo)
     limits = Limits(body.max_tokens, DEFAULT_MAX_TOKENS)
     while True:
@@ -83,7 +85,7 @@ async def _prepare(
             await _tokenize(state, index, value, uses[index], limits, echo=echo) for index, value in enumerate(values)
         ]
         # What a name means may have changed meanwhile; from here to the holds nothing is awaited.
-        before, uses = uses, resolve_adapters(state, body.model, blends)
+        before, uses = uses, resolve_adapters(state, body.model, blends, shared.caller)
         if same_versions(before, uses):
             break
     generation = make_generation(
@@ -95,6 +97,7 @@ async def _prepare(
         Logprobs(body.logprobs, body.logprobs if echo else None),
         request_id,
         echo=echo,
+        cold=cold,
     )
     form = _Format(
         request_id,

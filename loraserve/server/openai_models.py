@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
 from loraserve.errors import ModelNotFound
 from loraserve.server.inflight import ServedAdapter
@@ -15,20 +15,19 @@ def models_router(state: ServerState) -> APIRouter:
     router = APIRouter(tags=["models"])
 
     @router.get("/models", response_model_exclude_unset=True, summary="List models")
-    async def models() -> ModelList:
+    async def models(request: Request) -> ModelList:
         """The base model first, then the adapters by name."""
-        return ModelList(
-            object="list", data=[_base(state), *(_card(state, served) for served in state.directory.served())]
-        )
+        served = state.directory.served(request.scope["tenant"])
+        return ModelList(object="list", data=[_base(state), *(_card(state, each) for each in served)])
 
     # Hub names have a slash.
     @router.get("/models/{model:path}", response_model_exclude_unset=True, summary="Describe a model")
-    async def model_card(model: str) -> ModelCard:
+    async def model_card(model: str, request: Request) -> ModelCard:
         """One entry of the list; adapters also as `base:adapter`."""
         if model == state.base_name:
             return _base(state)
         name = model.removeprefix(f"{state.base_name}:")
-        for served in state.directory.served():
+        for served in state.directory.served(request.scope["tenant"]):
             if served.name == name:
                 return _card(state, served)
         raise ModelNotFound(f"there is no model {model[:200]!r}", param="model")

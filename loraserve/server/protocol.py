@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 _LORA_OBJECT = {
     "type": "object",
-    "properties": {"name": {"type": "string"}, "scale": {"type": "number", "default": 1.0}},
+    "properties": {
+        "name": {"type": "string"},
+        "scale": {"type": "number", "default": 1.0},
+        "revision": {"type": "string"},
+    },
     "required": ["name"],
 }
 _LORA_SCHEMA = {
@@ -96,6 +100,9 @@ class LoadRequest(Body):
     pin: bool | None = None
     replace: bool | None = None
     wait: bool | None = None
+    visibility: Literal["public", "private"] | None = Field(
+        None, description="`private`: only the tenant of the loading key may name it. Default with a token: private."
+    )
 
 
 class UnloadRequest(Body):
@@ -104,6 +111,64 @@ class UnloadRequest(Body):
     name: str
     force: bool | None = None
     deadline_s: float | None = None
+    purge: bool | None = Field(None, description="Also delete the files that no other name has or had.")
+
+
+class RollbackRequest(Body):
+    """Body of `POST /adapters/rollback`."""
+
+    name: str
+    to: str | None = Field(None, description="Beginning of a version's hash. Default: one step further back.")
+
+
+class PinRequest(Body):
+    """Body of `POST /adapters/pin`."""
+
+    name: str
+    pinned: bool | None = Field(None, description="false takes the pin away.")
+
+
+class PrefetchRequest(Body):
+    """Body of `POST /adapters/prefetch`."""
+
+    name: str
+    to: Literal["host", "device"] | None = Field(None, description="How near it is brought. Default: device.")
+
+
+class LimitsRequest(Body):
+    """Body of `POST /admin/limits`: bytes, or sizes like `512MiB`; what is left out stays."""
+
+    lora_memory: int | str | None = None
+    host_lora_memory: int | str | None = None
+
+
+class VllmLoadRequest(Body):
+    """Body of `POST /v1/load_lora_adapter`."""
+
+    lora_name: str | None = None
+    lora_path: str | None = Field(None, description="Folder under an --adapter-dir, or a Hub repository.")
+    load_inplace: bool | None = None
+
+
+class VllmUnloadRequest(Body):
+    """Body of `POST /v1/unload_lora_adapter`."""
+
+    lora_name: str | None = None
+    lora_int_id: int | None = Field(None, description="Not looked at.")
+
+
+class SglangLoadRequest(Body):
+    """Body of `POST /load_lora_adapter`."""
+
+    lora_name: str
+    lora_path: str = Field(description="Folder under an --adapter-dir, or a Hub repository.")
+    pinned: bool | None = None
+
+
+class SglangUnloadRequest(Body):
+    """Body of `POST /unload_lora_adapter`."""
+
+    lora_name: str
 
 
 class TokenizeRequest(Body):

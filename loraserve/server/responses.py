@@ -228,12 +228,28 @@ class AdapterInfo(BaseModel):
     chat_template: Literal["own", "base"] | None
     warnings: list[str]
     error: CodeAndMessage | None
+    visibility: Literal["public", "private"]
 
 
 class AdapterList(BaseModel):
     """Answer of `GET /adapters`."""
 
     data: list[AdapterInfo]
+
+
+class VersionInfo(BaseModel):
+    """A version that a name has or had."""
+
+    version: str
+    source: SourceInfo
+    created_at: float
+    current: bool
+
+
+class VersionList(BaseModel):
+    """Answer of `GET /adapters/{name}/versions`."""
+
+    data: list[VersionInfo]
 
 
 class UnloadResponse(BaseModel):
@@ -243,6 +259,21 @@ class UnloadResponse(BaseModel):
     version: str | None
     drained: int
     aborted: int
+
+
+class MemoryLimit(BaseModel):
+    """Bytes: what may be used, what is, and what the limit can be raised to (null: no bound is known)."""
+
+    limit: int
+    used: int
+    capacity: int | None
+
+
+class LimitsResponse(BaseModel):
+    """Answer of `/admin/limits`."""
+
+    lora_memory: MemoryLimit
+    host_lora_memory: MemoryLimit
 
 
 class TokenizeResponse(BaseModel):

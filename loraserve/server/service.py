@@ -29,10 +29,11 @@ from loraserve.errors import (
 from loraserve.lora.names import check_name
 from loraserve.lora.store import AdapterStore
 from loraserve.server.app import build_app, make_state
-from loraserve.server.directory import LoadOrder
+from loraserve.server.entries import LoadOrder
 from loraserve.server.library import StoreLibrary
 from loraserve.server.naming import served_name
-from loraserve.server.ports import AdapterPlace, EngineProcess
+from loraserve.server.ports import AdapterPlace, EngineProcess, Registered
+from loraserve.server.restore import UseJournal, bring_back
 from loraserve.server.state import ServerState
 from loraserve.server.text import load_tokenizer
 
@@ -69,7 +70,10 @@ class Service:
         with ExitStack() as stack:
             listener = stack.enter_context(bind(self._config.server))
             store = stack.enter_context(AdapterStore(data_dir(self._config.server)))
-            state = self._make_state(store)
+            library = self._make_library(store)
+            state = make_state(self._config, self._engine, None, library)
+            state.starting = True
+            journal = UseJournal(state.directory, self._engine, library)
             self._watch_signals(stack)
             http = _HttpServer(
                 uvicorn.Config(
@@ -84,9 +88,11 @@ class Service:
             )
             serving = asyncio.create_task(http.serve(sockets=[listener]))
             try:
-                await self._live(state, serving, listener)
+                await self._live(state, serving, listener, journal)
             finally:
                 await self._drain(state)
+                if not state.starting:
+                    await journal.write()
                 http.should_exit = True
                 await asyncio.gather(serving, return_exceptions=True)
                 await state.directory.close()
@@ -94,33 +100,39 @@ class Service:
                 await self._engine.stop(0.0)
         return 0
 
-    def _make_state(self, store: AdapterStore) -> ServerState:
+    def _make_library(self, store: AdapterStore) -> StoreLibrary:
         lora = self._config.engine.lora
         own_templates = not self._config.server.ignore_adapter_chat_templates
         geometry = lambda: self._engine.info.geometry  # noqa: E731 - it is there once the engine is up
-        library = StoreLibrary(store, geometry, lora.max_lora_rank, lora.adapter_dir, own_templates)
-        state = make_state(self._config, self._engine, None, library)
-        state.starting = True
-        return state
+        return StoreLibrary(store, geometry, lora.max_lora_rank, lora.adapter_dir, lora.adapter_url, own_templates)
 
-    async def _live(self, state: ServerState, serving: asyncio.Task[None], listener: socket.socket) -> None:
+    async def _live(
+        self, state: ServerState, serving: asyncio.Task[None], listener: socket.socket, journal: UseJournal
+    ) -> None:
         """Start up, then wait for the end, whichever side it comes from."""
         stop = asyncio.create_task(self._stop.wait())
         start = asyncio.create_task(self._start(state))
+        background: list[asyncio.Task[None]] = []
         try:
             await asyncio.wait({start, stop, serving}, return_when=asyncio.FIRST_COMPLETED)
             if start.done():
-                await start
+                registered = await start
                 self._announce(state, listener)
+                background.append(asyncio.create_task(self._remember(state, registered, journal)))
                 await asyncio.wait({stop, serving}, return_when=asyncio.FIRST_COMPLETED)
             if serving.done() and not self._stop.is_set():
                 raise EngineDead("the HTTP server ended by itself")
         finally:
-            for task in (start, stop):
+            for task in (start, stop, *background):
                 task.cancel()
-            await asyncio.gather(start, stop, return_exceptions=True)
+            await asyncio.gather(start, stop, *background, return_exceptions=True)
 
-    async def _start(self, state: ServerState) -> None:
+    async def _remember(self, state: ServerState, registered: list[Registered], journal: UseJournal) -> None:
+        # One after the other: what is not back yet must not be written down as being on disk alone.
+        await bring_back(registered, state.directory)
+        await journal.run()
+
+    async def _start(self, state: ServerState) -> list[Registered]:
         # Beside the engine's start, because it takes seconds.
         importing = asyncio.create_task(asyncio.to_thread(_import_tokenizers))
         if self._config.engine.model.model is None:
@@ -128,6 +140,7 @@ class Service:
         await self._engine.start()
         await importing
         tokenizer = await asyncio.to_thread(load_tokenizer, Path(self._engine.info.model_path))
+        registered = await state.directory.sync()
         for order in self._orders:
             entry = await state.directory.load(order)
             assert entry.served is not None
@@ -135,6 +148,7 @@ class Service:
             self._say(f"adapter {order.name}: version {report.version[:12]}, rank {report.rank}")
         state.set_tokenizer(tokenizer)
         state.starting = False
+        return registered
 
     def _announce(self, state: ServerState, listener: socket.socket) -> None:
         for line in self._engine.info.plan:
@@ -193,7 +207,9 @@ def parse_adapter_flag(text: str) -> LoadOrder:
         check_name(name)
     except AdapterRefused as error:
         raise ConfigError(f"--adapter {text!r}: {error.message}") from error
-    return LoadOrder(name=name, place=AdapterPlace(path=str(Path(path).expanduser().absolute()), trusted=True))
+    place = AdapterPlace(path=str(Path(path).expanduser().absolute()), trusted=True)
+    # What the operator says at the start holds, whatever the name was before; that stays in its history.
+    return LoadOrder(name=name, place=place, replace=True)
 
 
 def parse_adapter_flags(texts: Sequence[str], base_name: str) -> list[LoadOrder]:

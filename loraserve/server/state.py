@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +12,12 @@ from loraserve.config import ServeConfig
 from loraserve.errors import AdapterNotFound, AdapterRefused, EngineNotReady, ModelNotFound
 from loraserve.server.adapter_texts import AdapterTexts, num_new_tokens
 from loraserve.server.auth import Auth
+from loraserve.server.caller import Caller
 from loraserve.server.chats import ChatRenderer
 from loraserve.server.directory import AdapterDirectory
 from loraserve.server.generation import ResolvedUse
 from loraserve.server.inflight import InFlight
-from loraserve.server.lora_field import AdapterRef, parse_model
+from loraserve.server.lora_field import AdapterRef, Blend, parse_model
 from loraserve.server.metrics import Metrics, RequestMeter
 from loraserve.server.ports import EnginePort
 from loraserve.server.text import SHORT, Encoding, Text
@@ -32,6 +33,7 @@ class ServerState:
     directory: AdapterDirectory
     inflight: InFlight
     metrics: Metrics
+    disk_bytes: Callable[[], int]  # of stored adapters; blocks
     meter: RequestMeter
     auth: Auth
     chats: ChatRenderer
@@ -65,10 +67,12 @@ class ServerState:
         """Most tokens that a prompt and its answer may have together."""
         return min(self.engine.info.max_context, self.engine.info.kv_tokens)
 
-    def uses_of(self, model: str | None) -> tuple[ResolvedUse, ...]:
+    def uses_of(self, model: str | None, caller: Caller) -> tuple[ResolvedUse, ...]:
         """The adapter that a `model` field names, if any. Raises `ModelNotFound`."""
-        named = None if model is None else self.adapter_of(model)
-        return () if named is None else (ResolvedUse(self.directory.resolve(named, "model"), named.scale),)
+        named = None if model is None else self.adapter_of(model, caller)
+        if named is None:
+            return ()
+        return (ResolvedUse(self.directory.resolve(named, "model", caller=caller), named.scale),)
 
     async def text_for(self, uses: Sequence[ResolvedUse]) -> Text:
         """What reads and writes the texts of a request with these adapters."""
@@ -78,12 +82,21 @@ class ServerState:
         """Token ids that a request with these adapters may have."""
         return self.engine.info.vocab_size + num_new_tokens(uses)
 
-    def adapter_of(self, model: str) -> AdapterRef | None:
+    async def prepare_adapters(self, model: str, lora: Sequence[Blend | None], caller: Caller) -> bool:
+        """Make what a request names ready to be resolved; see `AdapterDirectory.prepare`. What is wrong comes later."""
+        try:
+            named = parse_model(model, self.base_name)
+        except AdapterRefused:
+            named = None
+        refs = {ref: None for blend in (() if named is None else (named,), *lora) for ref in blend or ()}
+        return bool(refs) and await self.directory.prepare(refs, caller)
+
+    def adapter_of(self, model: str, caller: Caller) -> AdapterRef | None:
         """The served adapter that a `model` field names, None for the base. Raises `ModelNotFound`, `AdapterInUse`."""
         try:
             named = parse_model(model, self.base_name)
             if named is not None:
-                self.directory.resolve(named, "model")
+                self.directory.resolve(named, "model", caller)
         except (AdapterNotFound, AdapterRefused) as error:
             detail = error.message if isinstance(error, AdapterNotFound) else "no adapter can have this name"
             raise ModelNotFound(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
 from loraserve.errors import InvalidRequest
+from loraserve.server.caller import caller_of
 from loraserve.server.fields import check_fields
 from loraserve.server.intake import check_tokens
 from loraserve.server.openai_chat import render_prompt
@@ -19,11 +20,11 @@ def tokens_router(state: ServerState) -> APIRouter:
     router = APIRouter(tags=["tokens"], route_class=StrictRoute)
 
     @router.post("/tokenize", summary="Text or messages to token ids")
-    async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
+    async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
         """The ids that the same prompt or messages would be generated from."""
         state.require_ready()
         check_fields(body, {})
-        uses = state.uses_of(body.model)
+        uses = state.uses_of(body.model, caller_of(request.scope))
         tokenizer = await state.text_for(uses)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give exactly one of prompt and messages", param="prompt")
@@ -43,11 +44,11 @@ def tokens_router(state: ServerState) -> APIRouter:
         return TokenizeResponse(tokens=ids, count=len(ids), max_model_len=state.max_tokens)
 
     @router.post("/detokenize", summary="Token ids to text")
-    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
         """The text of ids, special tokens included unless `skip_special_tokens`."""
         state.require_ready()
         check_fields(body, {})
-        uses = state.uses_of(body.model)
+        uses = state.uses_of(body.model, caller_of(request.scope))
         ids = check_tokens(body.tokens, state.vocab_size_for(uses), "tokens")
         text = await state.decode(await state.text_for(uses), ids, skip_special=bool(body.skip_special_tokens))
         return DetokenizeResponse(prompt=text)

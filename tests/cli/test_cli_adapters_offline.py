@@ -14,8 +14,8 @@ from tiny_models import make_adapter, make_model
 from typer.testing import CliRunner
 
 from loraserve.cli import make_app
-from loraserve.cli.adapters import ServerUnreachable
 from loraserve.cli.adapters_offline import is_path
+from loraserve.cli.server_calls import ServerUnreachable
 from loraserve.errors import ConfigError
 
 

@@ -85,6 +85,8 @@ def test_every_flag_reaches_its_field(cls: type[Any]) -> None:
     values: dict[str, tuple[list[str], Any]] = {
         "adapter_dir": (["/x", "/y"], (Path("/x"), Path("/y"))),
         "adapter": (["a=/x", "b=/y"], ("a=/x", "b=/y")),
+        "adapter_source": (["hub:a/*", "dir:/x"], ("hub:a/*", "dir:/x")),
+        "adapter_url": (["s3://a/", "gs://b/"], ("s3://a/", "gs://b/")),
         "api_key": (["k1", "k2"], ("k1", "k2")),
         "data_dir": (["/data"], Path("/data")),
         "device": (["cpu"], "cpu"),

@@ -21,7 +21,7 @@ from loraserve.lora.spec import AdapterSource
 from loraserve.lora.store import AdapterStore
 from loraserve.lora.version import content_version
 
-WATCHED = ("store.py", "registry.py", "workspace.py")
+WATCHED = ("store.py", "registry.py", "workspace.py", "history.py")
 SOURCE = AdapterSource("local")
 
 
@@ -33,8 +33,13 @@ def work(data: Path, sources: list[Path]) -> None:
             store.set_alias("name", version, replace=True)
         store.set_alias("other", version)
         store.remove_alias("other")
+        store.roll_back("name")
+        store.roll_back("name", version[:8])
+        store.note_use({"name": 1.0}, {version: "device"})
         for unused in store.unreferenced():
             store.delete_version(unused)
+        store.remove_alias("name")
+        store.delete_unneeded([record.version for record in store.versions()])
 
 
 def die_at(line: int) -> None:

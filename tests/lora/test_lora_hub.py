@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from raw_adapters import GEOMETRY, container, plain_tensors, write
 
 from loraserve.errors import AdapterError
 from loraserve.lora import hub as hub_module
+from loraserve.lora import hub_errors
 from loraserve.lora.format import parse_adapter
 from loraserve.lora.hub import HubRepo, fetch_hub
 from loraserve.lora.sources import FetchedFolder
@@ -22,8 +24,9 @@ from loraserve.lora.store import AdapterStore
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 100)  # what the client writes at once: 10 MB of a real file
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    monkeypatch.setattr(hub_module.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(hub_errors, "sleep", lambda seconds: None)
     folder = write(tmp_path / "made")
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     deep = {f"checkpoints/5/{name}": data for name, data in files.items()}
@@ -138,7 +141,7 @@ def test_faults_that_stay(answer: Answer, expected: tuple[str, int], hub: FakeHu
     assert refusal(hub, tmp_path) == expected
     asked = sum(1 for _, path in hub.requests if path.startswith("api/"))
     again = answer.status in (429, 500, 503) and "Retry-After" not in answer.headers
-    assert asked >= (hub_module.ATTEMPTS if again else 1)
+    assert asked >= (hub_errors.ATTEMPTS if again else 1)
 
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503])
@@ -170,3 +173,75 @@ def test_damaged_bytes_of_an_earlier_pull_are_fetched_again(hub: FakeHub, tmp_pa
 def test_too_large(hub: FakeHub, tmp_path: Path) -> None:
     assert refusal(hub, tmp_path, max_bytes=100) == ("adapter_too_large", 400)
     assert all(method == "GET" and path.startswith("api/") for method, path in hub.requests)
+
+
+# -- slow, cut and redirected -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def large(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """A file that is large enough to be gone on with (the bound is lowered), and its bytes."""
+    monkeypatch.setattr(hub_module, "RESUMABLE", 1000)
+    return hub.repos["org/sql"]["adapter_model.safetensors"]
+
+
+def test_a_pull_that_was_cut_goes_on(hub: FakeHub, tmp_path: Path, large: bytes) -> None:
+    hub.cuts["adapter_model.safetensors"] = [900]
+    found = pull(hub, tmp_path)
+    assert (found.folder.path / "adapter_model.safetensors").read_bytes() == large
+    assert hub.ranges == ["bytes=900-"]
+    assert not list((tmp_path / "cache").rglob("*.part"))
+
+
+def test_what_a_killed_pull_left_is_gone_on_with(hub: FakeHub, tmp_path: Path, large: bytes) -> None:
+    blobs = tmp_path / "cache" / "models--org--sql" / "blobs"
+    blobs.mkdir(parents=True)
+    digest = hashlib.sha256(large).hexdigest()
+    (blobs / f"{digest}.part").write_bytes(large[:700])
+    (blobs / f"{digest}.lock").touch()
+    seen: list[tuple[int, int]] = []
+    found = pull(hub, tmp_path, progress=lambda done, total: seen.append((done, total)))
+    assert (found.folder.path / "adapter_model.safetensors").read_bytes() == large
+    assert hub.ranges == ["bytes=700-"]
+    assert seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1]
+
+
+@pytest.mark.parametrize("left", [b"wrong" * 20, b"too long" * 10_000], ids=["wrong", "too long"])
+def test_bad_bytes_of_a_killed_pull_cost_one_more_transfer(
+    left: bytes, hub: FakeHub, tmp_path: Path, large: bytes
+) -> None:
+    blobs = tmp_path / "cache" / "models--org--sql" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{hashlib.sha256(large).hexdigest()}.part").write_bytes(left)
+    assert (pull(hub, tmp_path).folder.path / "adapter_model.safetensors").read_bytes() == large
+    hub.damaged.add("adapter_model.safetensors")
+    hub.repos["org/other"] = hub.repos["org/sql"]
+    assert refusal(hub, tmp_path, HubRepo("org/other")) == ("hub_checksum_mismatch", 502)
+    assert not list((tmp_path / "cache").rglob("*.part"))
+
+
+def test_blob_storage_elsewhere_gets_no_token(hub: FakeHub, tmp_path: Path, large: bytes) -> None:
+    hub.tokens["org/sql"] = "hf_right"
+    with serve(FakeHub({"org/sql": hub.repos["org/sql"]})) as storage:
+        # Another name of this machine: another origin, to which credentials must not go.
+        hub.blob_host = storage.endpoint.replace("127.0.0.1", "localhost")
+        found = pull(hub, tmp_path, token="hf_right")
+        assert (found.folder.path / "adapter_model.safetensors").read_bytes() == large
+        assert found.restricted
+        assert storage.blob_tokens
+        assert set(storage.blob_tokens) == {None}
+
+
+def test_a_hub_that_does_not_answer(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "TIMEOUT_S", 0.05)
+    hub.spoil = lambda method, path, count: Answer(200, stall_s=0.3)
+    assert refusal(hub, tmp_path) == ("hub_timeout", 504)
+    assert len(hub.requests) == 2
+
+
+def test_a_slow_hub_is_only_slow(hub: FakeHub, tmp_path: Path) -> None:
+    hub.pace["adapter_model.safetensors"] = 0.4
+    seen: list[int] = []
+    pull(hub, tmp_path, progress=lambda done, total: seen.append(done))
+    assert len(seen) > 2

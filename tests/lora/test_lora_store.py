@@ -304,7 +304,8 @@ def test_two_thousand_names_open_quickly(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "data" / "registry.sqlite3") as db:
         source = json.dumps({"kind": "local"})
         db.executemany(
-            "INSERT INTO aliases VALUES (?, ?, ?, 0, 1.0)", [(f"name-{n}", version, source) for n in range(2000)]
+            "INSERT INTO aliases(name, version, source, pinned, loaded_at) VALUES (?, ?, ?, 0, 1.0)",
+            [(f"name-{n}", version, source) for n in range(2000)],
         )
     db.close()
     begin = time.monotonic()

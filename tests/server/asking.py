@@ -9,7 +9,7 @@ import httpx
 from conftest import BASE
 from fake_engine import FakeLibrary
 
-from loraserve.server.directory import LoadOrder
+from loraserve.server.entries import LoadOrder
 from loraserve.server.ports import AdapterPlace
 from loraserve.server.state import ServerState
 

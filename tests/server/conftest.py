@@ -42,8 +42,10 @@ def engine(tokenizer: PreTrainedTokenizerFast) -> FakeEngine:
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> FakeLibrary:
-    return FakeLibrary(tmp_path)
+def library(tmp_path: Path) -> Iterator[FakeLibrary]:
+    library = FakeLibrary(tmp_path)
+    yield library
+    library.registry.close()
 
 
 def make_config(**server: Any) -> ServeConfig:

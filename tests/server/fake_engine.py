@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,10 @@ from loraserve.engine.messages import (
 from loraserve.errors import AdapterFault, AdapterRefused, EngineDead, EngineNotReady, LoraserveError
 from loraserve.lora.chat_template import read_chat_template
 from loraserve.lora.files import AdapterFolder
+from loraserve.lora.names import AdapterName
+from loraserve.lora.registry import Registry, VersionRecord
 from loraserve.lora.spec import AdapterSource, BaseGeometry, LoadReport, TargetGeometry
+from loraserve.server.library import NameBook
 from loraserve.server.ports import AdapterPlace, Progress, StoredAdapter
 
 SENTENCES = [
@@ -122,6 +125,8 @@ class FakeEngine:
         self.loaded: dict[str, bool] = {}
         self.load_calls: list[str] = []
         self.dropped: list[str] = []
+        self.prefetched: list[tuple[str, bool]] = []
+        self.limits: list[tuple[int | None, int | None]] = []
         self.used_after_drop: list[str] = []
         self.stats = EngineStats()
         self._ends: dict[str, asyncio.Future[RequestOutput]] = {}
@@ -223,6 +228,8 @@ class FakeEngine:
                 prompt_logprobs=prompt_logprobs,
                 finish_reason=reason,
                 cached_tokens=self.cached,
+                queued_s=0.25 if index == 0 else None,
+                cold=bool(request.adapters) and index == 0,
             )
             prompt_logprobs = None
         yield RequestOutput(id=request.id, finish_reason=self.end_with or "length", cached_tokens=self.cached)
@@ -270,17 +277,31 @@ class FakeEngine:
         self.loaded.pop(version, None)
         self.dropped.append(version)
 
+    async def prefetch_adapter(self, version: str, to_device: bool = True, idle_s: float = 0.0) -> None:
+        assert version in self.loaded
+        self.prefetched.append((version, to_device))
+
+    async def set_limits(self, lora_memory: int | None, host_lora_memory: int | None) -> None:
+        self.limits.append((lora_memory, host_lora_memory))
+
     async def adapter_statuses(self) -> dict[str, AdapterStatus]:
         return {
             version: AdapterStatus(version=version, state="resident", residency="device") for version in self.loaded
         }
 
 
-class FakeLibrary:
-    """Versions are hashes of a folder's file `weights`. `gate` (if set) must be open before a fetch ends."""
+class FakeLibrary(NameBook):
+    """Versions are hashes of a folder's file `weights`. `gate` (if set) must be open before a fetch ends.
+
+    The registry is a real one.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.registry = Registry(root / "registry.sqlite3")
+        self.folders: dict[str, Path] = {}
+        self.purged: list[str] = []
+        super().__init__(self.registry, self.folders.__getitem__)
         self.gate: threading.Event | None = None
         self.reported: dict[str, Any] = {}  # fields of the load reports that are not the plain ones
         self.adds = 0
@@ -336,4 +357,18 @@ class FakeLibrary:
         if digest is not None and template is not None:
             self.templates[digest] = template
         source = AdapterSource("local", path=place.path, chat_template=digest)
+        self.folders[version] = Path(place.path)
+        self.registry.add_version(VersionRecord(version, source, report, (), 1.0))
         return StoredAdapter(version, Path(place.path), report, source)
+
+    def purge(self, versions: Iterable[str]) -> None:
+        self.purged += self.registry.delete_unneeded(versions)
+
+    def find_version(self, name: str, prefix: str) -> StoredAdapter:
+        return self._stored_of(name, self.registry.resolve(AdapterName(name, prefix)))
+
+    def check_access(self, place: AdapterPlace) -> None:
+        raise NotImplementedError
+
+    def is_changed(self, *, wait: bool) -> bool:
+        return False

@@ -12,6 +12,7 @@ from fake_engine import FakeEngine, FakeLibrary, byte_fallback_tokenizer, byte_l
 
 from loraserve.lora.spec import AddedToken
 from loraserve.server.adapter_texts import MAX_KEPT
+from loraserve.server.caller import Caller
 from loraserve.server.state import ServerState
 from loraserve.server.text import Text
 
@@ -143,7 +144,7 @@ async def test_few_are_kept(server: ServerState, library: FakeLibrary, engine: F
     for i in range(MAX_KEPT + 2):
         library.reported = {"added_tokens": (AddedToken(size, f"<tool {i}>"),)}
         await load(server, library, f"tool-{i}")
-        uses = server.uses_of(f"tool-{i}")
+        uses = server.uses_of(f"tool-{i}", Caller())
         assert (await server.text_for(uses)).encode(f"<tool {i}>", special=False).ids == [size]
         assert await server.text_for(uses) is await server.text_for(uses)
     assert len(server.adapter_texts._kept) == MAX_KEPT

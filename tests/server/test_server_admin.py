@@ -36,6 +36,7 @@ INFO_FIELDS = {
     "chat_template",
     "warnings",
     "error",
+    "visibility",
 }
 
 
@@ -162,8 +163,8 @@ async def test_unload(client: httpx.AsyncClient, library: FakeLibrary, engine: F
     for deadline in (-1, "1", 1e9):
         response = await client.post("/adapters/unload", json={"name": "a", "deadline_s": deadline})
         assert (response.status_code, response.json()["error"]["param"]) == (400, "deadline_s")
-    response = await client.post("/adapters/unload", json={"name": "a", "purge": True})
-    assert response.json()["error"]["param"] == "purge"
+    response = await client.post("/adapters/unload", json={"name": "a", "wipe": True})
+    assert response.json()["error"]["param"] == "wipe"
 
 
 @pytest.mark.parametrize("body", [{"force": True}, {"deadline_s": 0.05}], ids=["force", "deadline"])

@@ -11,7 +11,7 @@ from conftest import BASE, open_client
 from fake_engine import FakeEngine, FakeLibrary, byte_level_tokenizer
 
 from loraserve.server.app import build_app, make_state
-from loraserve.server.directory import LoadOrder
+from loraserve.server.entries import LoadOrder
 from loraserve.server.ports import AdapterPlace
 from loraserve.server.state import ServerState
 

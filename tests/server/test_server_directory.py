@@ -20,7 +20,8 @@ from loraserve.errors import (
     NameReserved,
     NameTaken,
 )
-from loraserve.server.directory import KEEP_FAILURE_S, AdapterDirectory, LoadOrder
+from loraserve.server.directory import KEEP_FAILURE_S, AdapterDirectory
+from loraserve.server.entries import LoadOrder
 from loraserve.server.inflight import Hold, InFlight
 from loraserve.server.lora_field import AdapterRef
 from loraserve.server.ports import AdapterPlace
@@ -374,11 +375,11 @@ async def test_many_cycles_leave_nothing(
         await asyncio.gather(*(cycle(index) for index in range(start, start + 10)))
     for entry in directory.entries():
         await directory.unload(entry.name)
-    await eventually(lambda: not directory._tasks)
+    await eventually(lambda: not directory._background.tasks)
     assert engine.loaded == {}
     assert len(inflight) == 0
-    assert not directory._uses
-    assert not directory._installed
-    assert not directory._locks
-    assert not directory._served_by
+    assert not directory._versions._uses
+    assert not directory._versions._installed
+    assert not directory._versions._locks
+    assert not directory._versions._served_by
     assert not directory._entries

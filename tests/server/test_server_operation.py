@@ -25,6 +25,9 @@ pytestmark = pytest.mark.anyio
 API = [("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("POST", "/tokenize")]
 API += [("POST", "/detokenize"), ("GET", "/v1/nothing"), ("GET", "/nothing")]
 ADMIN = [("GET", "/adapters"), ("GET", "/adapters/x"), ("POST", "/adapters/load"), ("POST", "/adapters/unload")]
+ADMIN += [("POST", "/adapters/rollback"), ("POST", "/adapters/pin"), ("GET", "/adapters/x/versions")]
+ADMIN += [("POST", "/v1/load_lora_adapter"), ("POST", "/unload_lora_adapter")]
+ADMIN += [("POST", "/admin/limits"), ("GET", "/admin/limits"), ("POST", "/admin/x")]
 OPEN = [("GET", "/health"), ("GET", "/ready"), ("GET", "/version"), ("GET", "/metrics"), ("GET", "/openapi.json")]
 
 
@@ -151,10 +154,19 @@ async def test_metrics(client: httpx.AsyncClient, library: FakeLibrary, engine: 
         waiting_reasons={"kv_pages": 2},
         requests_total={"stop": 3},
         kv_tokens_used=11,
+        kv_tokens_total=44,
+        running=3,
+        waiting=2,
+        running_adapters=[library.version_of("one")],
+        adapter_stagings_total=5,
+        adapter_hits_total=9,
+        adapters_by_state={"resident": 1},
     )
     response = await client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
     lines = set(response.text.splitlines())
+    labels = 'max_lora="256",running_lora_adapters="a",waiting_lora_adapters=""'
+    assert any(line.startswith(f"vllm:lora_requests_info{{{labels}}} ") for line in lines)
     num_prompt = len(engine.tokenizer.encode("Hi"))
     for line in (
         'loraserve_step_adapters_bucket{le="0.0"} 4.0',
@@ -170,6 +182,18 @@ async def test_metrics(client: httpx.AsyncClient, library: FakeLibrary, engine: 
         'loraserve_engine_requests_total{finish="stop"} 3.0',
         'loraserve_kv_tokens{state="used"} 11.0',
         "loraserve_steps_total 10.0",
+        'loraserve_adapter_requests_total{adapter="a"} 1.0',
+        'loraserve_adapter_requests_total{adapter="other"} 0.0',
+        f'loraserve_adapter_tokens_total{{adapter="a",direction="in"}} {num_prompt}.0',
+        'loraserve_adapter_tokens_total{adapter="a",direction="out"} 4.0',
+        'loraserve_adapter_tier_loads_total{tier="host"} 5.0',
+        'loraserve_adapter_lookups_total{found="yes"} 9.0',
+        'loraserve_adapter_versions{state="resident"} 1.0',
+        'loraserve_adapter_time_to_first_token_seconds_count{residency="cold"} 1.0',
+        'loraserve_queue_seconds_count{kind="base"} 1.0',
+        f'vllm:num_requests_running{{engine="0",model_name="{BASE}"}} 3.0',
+        f'vllm:num_requests_waiting{{engine="0",model_name="{BASE}"}} 2.0',
+        f'vllm:kv_cache_usage_perc{{engine="0",model_name="{BASE}"}} 0.25',
         'loraserve_requests_total{finish="length",kind="adapter"} 1.0',
         'loraserve_output_tokens_total{kind="base"} 4.0',
         f'loraserve_prompt_tokens_total{{kind="base"}} {num_prompt}.0',

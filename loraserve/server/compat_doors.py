@@ -1,0 +1,127 @@
+"""Doors that controllers of other servers know: vLLM's and SGLang's calls to load and unload adapters.
+
+They go through the same directory as `/adapters/load`, so allow-lists, checks and the admin key hold here too; only the
+shapes of questions and answers are theirs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+
+from loraserve.errors import AdapterError, AdapterInUse, AdapterNotFound, LoraserveError, NameReserved
+from loraserve.server.entries import LoadOrder
+from loraserve.server.fields import check_fields
+from loraserve.server.ports import AdapterPlace
+from loraserve.server.protocol import (
+    SglangLoadRequest,
+    SglangUnloadRequest,
+    VllmLoadRequest,
+    VllmUnloadRequest,
+)
+from loraserve.server.state import ServerState
+from loraserve.server.strict_body import StrictRoute
+
+DOORS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"})
+"""Paths that change adapters, so they are the admin key's."""
+
+
+def vllm_router(state: ServerState) -> APIRouter:
+    """vLLM's doors; `/v1` and authorisation are the app's."""
+    router = APIRouter(tags=["compatibility"], route_class=StrictRoute)
+
+    @router.post("/load_lora_adapter", response_class=PlainTextResponse, summary="Load an adapter (as vLLM)")
+    async def load(body: VllmLoadRequest) -> Response:
+        """A name that is there is refused, unless `load_inplace` asks to replace it."""
+        state.require_ready()
+        check_fields(body, {"is_3d_lora_weight": (False,), "base_model_name": (state.base_name,)})
+        name = body.lora_name
+        if not name or not body.lora_path:
+            return _vllm_error("Both 'lora_name' and 'lora_path' must be provided.", "InvalidUserInput", 400)
+        inplace = bool(body.load_inplace)
+        if state.directory.find(name) is not None and not inplace:
+            return _vllm_error(f"The lora adapter '{name}' has already been loaded.", "InvalidUserInput", 400)
+        try:
+            await state.directory.load(LoadOrder(name=name, place=_place(state, body.lora_path), replace=inplace))
+        except LoraserveError as error:
+            return _vllm_failure(error)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    @router.post("/unload_lora_adapter", response_class=PlainTextResponse, summary="Unload an adapter (as vLLM)")
+    async def unload(body: VllmUnloadRequest) -> Response:
+        """The name is gone at once; running requests go on."""
+        check_fields(body, {})
+        name = body.lora_name
+        if not name:
+            return _vllm_error("either 'lora_name' and 'lora_int_id' needs to be provided.", "InvalidUserInput", 400)
+        try:
+            await state.directory.unload(name, wait=False)
+        except AdapterNotFound:
+            return _vllm_error(f"The lora adapter '{name}' cannot be found.", "NotFoundError", 404)
+        except LoraserveError as error:
+            return _vllm_failure(error)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    return router
+
+
+def sglang_router(state: ServerState) -> APIRouter:
+    """SGLang's doors; authorisation is the app's."""
+    router = APIRouter(tags=["compatibility"], route_class=StrictRoute)
+
+    @router.post("/load_lora_adapter", summary="Load an adapter (as SGLang)")
+    async def load(body: SglangLoadRequest) -> JSONResponse:
+        """A name that is there is refused."""
+        state.require_ready()
+        check_fields(body, {"lora_id": (), "added_tokens_config": ({},)})
+        if state.directory.find(body.lora_name) is not None:
+            return _sglang(state, f"LoRA adapter {body.lora_name} is already loaded.")
+        try:
+            place = _place(state, body.lora_path)
+            await state.directory.load(LoadOrder(name=body.lora_name, place=place, pin=bool(body.pinned)))
+        except AdapterError as error:
+            return _sglang(state, error.message)
+        return _sglang(state, None)
+
+    @router.post("/unload_lora_adapter", summary="Unload an adapter (as SGLang)")
+    async def unload(body: SglangUnloadRequest) -> JSONResponse:
+        """Answers when its requests have ended."""
+        check_fields(body, {"lora_id": ()})
+        try:
+            await state.directory.unload(body.lora_name)
+        except AdapterError as error:
+            return _sglang(state, error.message)
+        return _sglang(state, None)
+
+    return router
+
+
+def _place(state: ServerState, where: str) -> AdapterPlace:
+    """A folder, or else a repository of the Hub: what looks like a path is one."""
+    looks_like_path = where.startswith(("/", ".", "~")) or where.count("/") != 1
+    allowed = state.config.engine.lora.adapter_dir
+    if looks_like_path or any((Path(root).parent / where).is_dir() for root in allowed):
+        return AdapterPlace(path=where)
+    return AdapterPlace(repo=where)
+
+
+def _vllm_failure(error: LoraserveError) -> JSONResponse:
+    status = error.http_status
+    if isinstance(error, NameReserved | AdapterInUse):
+        status = 400
+    kind = "NotFoundError" if status == 404 else "BadRequestError" if status < 500 else "InternalServerError"
+    return _vllm_error(f"{error.message} ({error.code})", kind, status)
+
+
+def _vllm_error(message: str, kind: str, status: int) -> JSONResponse:
+    detail = {"message": message, "type": kind, "param": None, "code": status}
+    return JSONResponse({"error": detail}, status_code=status)
+
+
+def _sglang(state: ServerState, error: str | None) -> JSONResponse:
+    loaded = {served.name: served.source.path or served.source.repo for served in state.directory.served()}
+    body: dict[str, Any] = {"success": error is None, "error_message": error, "loaded_adapters": loaded}
+    return JSONResponse(body, status_code=200 if error is None else 400)

@@ -1,0 +1,65 @@
+"""vLLM's and SGLang's calls, as their controllers send and read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from conftest import BASE
+from fake_engine import FakeEngine, FakeLibrary
+
+pytestmark = pytest.mark.anyio
+
+
+async def vllm(client: httpx.AsyncClient, what: str, **body: Any) -> tuple[int, str]:
+    answer = await client.post(f"/v1/{what}_lora_adapter", json=body)
+    if answer.status_code == 200:
+        return 200, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == answer.status_code
+    return answer.status_code, error["message"]
+
+
+async def sglang(client: httpx.AsyncClient, what: str, **body: Any) -> tuple[int, Any]:
+    answer = await client.post(f"/{what}_lora_adapter", json=body)
+    return answer.status_code, answer.json()
+
+
+async def test_vllm(client: httpx.AsyncClient, library: FakeLibrary, engine: FakeEngine) -> None:
+    one, two = library.make("one", "1"), library.make("two", "2")
+    loaded = (200, "Success: LoRA adapter 'a' added successfully.")
+    assert await vllm(client, "load", lora_name="a", lora_path=one) == loaded
+    assert engine.loaded == {library.version_of("1"): False}
+    already = (400, "The lora adapter 'a' has already been loaded.")
+    assert await vllm(client, "load", lora_name="a", lora_path=one) == already
+    assert await vllm(client, "load", lora_name="a", lora_path=two) == already
+    assert await vllm(client, "load", lora_name="a", lora_path=two, load_inplace=True) == loaded
+    assert (await client.get("/adapters/a")).json()["version"] == library.version_of("2")
+    gone = (200, "Success: LoRA adapter 'a' removed successfully.")
+    assert await vllm(client, "unload", lora_name="a", lora_int_id=3) == gone
+    assert await vllm(client, "unload", lora_name="a") == (404, "The lora adapter 'a' cannot be found.")
+    assert (await vllm(client, "load", lora_name="a"))[0] == 400
+    assert (await vllm(client, "unload"))[0] == 400
+    assert (await vllm(client, "load", lora_name=BASE, lora_path=one))[0] == 400
+    status, message = await vllm(client, "load", lora_name="b", lora_path="/nowhere")
+    assert status == 400
+    assert "not_an_adapter" in message
+    strange = await client.post("/v1/load_lora_adapter", json={"lora_name": "b", "lora_path": one, "x": 1})
+    assert (strange.status_code, strange.json()["error"]["param"]) == (400, "x")
+
+
+async def test_sglang(client: httpx.AsyncClient, library: FakeLibrary, engine: FakeEngine) -> None:
+    one = library.make("one", "1")
+    good = {"success": True, "error_message": None, "loaded_adapters": {"a": one}}
+    assert await sglang(client, "load", lora_name="a", lora_path=one, pinned=True) == (200, good)
+    assert engine.loaded == {library.version_of("1"): True}
+    status, again = await sglang(client, "load", lora_name="a", lora_path=one)
+    assert (status, again["success"], again["loaded_adapters"]) == (400, False, {"a": one})
+    status, bad = await sglang(client, "load", lora_name="b", lora_path="/nowhere")
+    assert (status, bad["success"], bool(bad["error_message"])) == (400, False, True)
+    good = {"success": True, "error_message": None, "loaded_adapters": {}}
+    assert await sglang(client, "unload", lora_name="a") == (200, good)
+    assert (await sglang(client, "unload", lora_name="a"))[0] == 400
+    assert engine.loaded == {}
