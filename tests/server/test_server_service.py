@@ -208,6 +208,9 @@ def test_small_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert data_dir(replace(server, data_dir=tmp_path / "x")) == tmp_path / "x"
     with bind(replace(server, host="0.0.0.0", port=0)) as listener:
         assert url_of(listener).startswith("http://127.0.0.1:")
+        # Else the body of each answer would wait for the client's acknowledgement of its head.
+        with socket.create_connection(("127.0.0.1", listener.getsockname()[1])), listener.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
     lines = curl_lines("http://h", "base", ["a"], needs_key=True)
     assert len(lines) == 3
     assert all("Bearer" in line for line in lines)
