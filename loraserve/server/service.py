@@ -171,7 +171,11 @@ class Service:
         for task in (idle, hurry):
             task.cancel()
         await asyncio.gather(idle, hurry, return_exceptions=True)
-        if await state.inflight.abort_all(RequestAborted("the server is shutting down")):
+        if not await state.inflight.abort_all(RequestAborted("the server is shutting down")):
+            return
+        if not await state.inflight.wait_idle(ABORT_GRACE_S):
+            # The engine does not answer. Its client ends what is open when it stops, and the clients hear of it.
+            await self._engine.stop(0.0)
             await state.inflight.wait_idle(ABORT_GRACE_S)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -24,24 +25,31 @@ pytestmark = pytest.mark.anyio
 START = {"model": BASE, "prompt": "Hi", "max_tokens": 2}
 
 
-async def turns_during(work: Awaitable[httpx.Response]) -> tuple[httpx.Response, int]:
-    """The answer, and how often others had their turn meanwhile."""
-    task = asyncio.ensure_future(work)
-    turns = 0
-    while not task.done():
-        await asyncio.sleep(0)
-        turns += 1
-    return task.result(), turns
+class Counting(ThreadPoolExecutor):
+    """What `asyncio.to_thread` runs in."""
+
+    num_calls = 0
+
+    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.num_calls += 1
+        return super().submit(*args, **kwargs)
+
+
+@pytest.fixture
+async def threads() -> AsyncIterator[Counting]:
+    with Counting(2) as threads:
+        asyncio.get_running_loop().set_default_executor(threads)
+        yield threads
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 @pytest.mark.parametrize("value", ["1", "{}", '"a"'])
-async def test_a_body_of_too_many_values(client: httpx.AsyncClient, path: str, value: str) -> None:
+async def test_a_body_of_too_many_values(client: httpx.AsyncClient, threads: Counting, path: str, value: str) -> None:
     content = json.dumps(START)[:-1] + ', "x": [' + ",".join([value] * MAX_VALUES) + "]}"
-    answer, turns = await turns_during(client.post(path, content=content, headers={"content-type": "application/json"}))
+    answer = await client.post(path, content=content, headers={"content-type": "application/json"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "payload_too_large")
     assert str(MAX_VALUES) in answer.json()["error"]["message"]
-    assert turns > 50  # a thread looked at it
+    assert threads.num_calls == 1
 
 
 async def test_signs_in_a_text_are_no_values(client: httpx.AsyncClient) -> None:
@@ -96,26 +104,32 @@ async def test_stops_are_counted_before_they_are_read(client: httpx.AsyncClient)
 
 
 async def test_many_short_prompts_let_others_in_between(client: httpx.AsyncClient) -> None:
-    answer, turns = await turns_during(post(client, prompt=["Hello world"] * 200, max_tokens=1))
-    assert answer.status_code == 200
-    _, few = await turns_during(post(client, prompt=["Hello world"], max_tokens=1))
-    assert turns > few + 200
+    async def turns_during(num_prompts: int) -> int:
+        task = asyncio.create_task(post(client, prompt=["Hello world"] * num_prompts, max_tokens=0, echo=False))
+        turns = 0
+        while not task.done():
+            await asyncio.sleep(0)
+            turns += 1
+        return turns
+
+    # Refused only when all have been tokenized, so that nothing else takes turns.
+    assert await turns_during(200) >= await turns_during(1) + 199
 
 
-async def test_what_is_tokenized_at_once(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_what_is_tokenized_at_once(client: httpx.AsyncClient, engine: FakeEngine, threads: Counting) -> None:
     for fields in ({"prompt": "a" * (MAX_CHARS + 1)}, {"messages": [{"role": "user", "content": "a" * MAX_CHARS}]}):
         answer = await client.post("/tokenize", json=fields)
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "payload_too_large")
         assert answer.json()["error"]["param"] in fields
     # Far beyond the context, but not too long to be counted.
-    text = "Hello world " * 5000
-    answer, turns = await turns_during(client.post("/tokenize", json={"prompt": text}))
+    text, before = "Hello world " * 5000, threads.num_calls
+    answer = await client.post("/tokenize", json={"prompt": text})
     assert answer.json()["tokens"] == engine.tokenizer.encode(text)
-    assert turns > 50
+    assert threads.num_calls == before + 1  # the text
     tokens = engine.tokenizer.encode("Hello world", add_special_tokens=False)
     many = tokens * (MAX_IDS // len(tokens))
-    answer, turns = await turns_during(client.post("/detokenize", json={"tokens": many}))
+    answer = await client.post("/detokenize", json={"tokens": many})
     assert answer.json()["prompt"] == "Hello world" * (MAX_IDS // len(tokens))
-    assert turns > 50
+    assert threads.num_calls == before + 3  # the body and the ids
     answer = await client.post("/detokenize", json={"tokens": [5] * (MAX_IDS + 1)})
     assert (answer.status_code, answer.json()["error"]["param"]) == (413, "tokens")
