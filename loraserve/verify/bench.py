@@ -36,6 +36,7 @@ from loraserve.verify.compare import Served, Trace
 from loraserve.verify.options import VerifyOptions, within_base
 
 _COPIES = 2  # of the adapter, under other versions: neighbours in the batch, and what pushes it off the device
+_MAX_EVICTIONS = 256
 _MAX_LOGITS = 8 * GIB
 _PAGE = 16
 _STALLED_S = 120.0
@@ -75,11 +76,14 @@ class Bench:
         """Use the copies together: they take both slots."""
         if self._using is None:
             return
-        requests = [self._submit(copy, Served.COPY, self._using) for copy in self._versions[1:]]
-        self._finish(requests)
-        residency = next(each.residency for each in self.parts.loop.adapter_statuses() if each.version == version)
-        if residency == "device":
-            raise LoraserveError("the adapter stayed on the device although both slots were needed for others")
+        # Once is enough unless the copies' requests fail at their first token, one before the other comes in: then the
+        # copies take each other's slot until they have been used as often as the adapter.
+        for _ in range(_MAX_EVICTIONS):
+            self._finish([self._submit(copy, Served.COPY, self._using) for copy in self._versions[1:]])
+            statuses = self.parts.loop.adapter_statuses()
+            if next(each.residency for each in statuses if each.version == version) != "device":
+                return
+        raise LoraserveError("the adapter stayed on the device although both slots were needed for others")
 
     def ask(self, requests: Sequence[tuple[Served, int]]) -> list[Trace]:
         """Submit all at once and step until all are answered. Raises a request's error."""
