@@ -87,6 +87,20 @@ def test_a_wrong_scale_fails(model: Path, adapter: Path, tmp_path: Path) -> None
     assert 1e-3 < verdict.max_delta < 10
 
 
+def test_rounding_that_an_adapter_amplifies_is_told_from_a_fault(model: Path, tmp_path: Path) -> None:
+    settings = {"r": 8, "lora_alpha": 64, "target_modules": ["lm_head", "q_proj"]}
+    loud = make_adapter(model, tmp_path / "loud", 3, std=3.0, **settings)
+    verdict = verify(loud, model)
+    assert verdict.passed
+    assert verdict.max_delta > 1e-3
+    for check in verdict.checks:
+        # PEFT itself is off by half the limit; the base, which amplifies nothing, keeps the plain one.
+        assert (check.limit == 1e-3) == (check.served is Served.BASE)
+    assert verdict.effect > 100 * max(check.limit for check in verdict.checks)
+    wrong = verify(changed(loud, tmp_path / "wrong", lora_alpha=64.5), model, against=loud)
+    assert not wrong.passed
+
+
 def test_half_precision_has_its_own_limits(model: Path, adapter: Path, tmp_path: Path) -> None:
     assert verify(adapter, model, dtype="bfloat16", prompts=("a quick fox", "b")).passed
     wrong = changed(adapter, tmp_path / "wrong", lora_alpha=30)

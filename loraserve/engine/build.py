@@ -55,6 +55,12 @@ def resolve_device(requested: str) -> torch.device:
     return torch.device("cuda", 0)
 
 
+def _public_name(name: str) -> str:
+    """A model's name as clients may see it: a path tells them of the host."""
+    is_path = name.startswith(("/", ".", "~")) or "\\" in name or name.count("/") > 1
+    return Path(name.replace("\\", "/")).name or name if is_path else name
+
+
 def geometry_of(shape: ModelShape, folder: Path, names: tuple[str, ...]) -> BaseGeometry:
     """What the LoRA side must know of the base model, without torch and fit for a message."""
     targets = tuple(
@@ -63,7 +69,7 @@ def geometry_of(shape: ModelShape, folder: Path, names: tuple[str, ...]) -> Base
     )
     return BaseGeometry(
         targets=targets,
-        names=names,
+        names=tuple(dict.fromkeys(map(_public_name, names))),
         tied_head=shape.tie_word_embeddings,
         folder=str(folder),
         head_norm_width=shape.head_dim if shape.qk_norm else 0,

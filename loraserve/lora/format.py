@@ -255,12 +255,19 @@ def _split_new_rows(
     copies = {str(w.place.table): w.ref for w in named.whole if w.role is Role.BASE_WEIGHT}
     for i, pair in enumerate(pairs):
         copy, a, b = copies.get(pair.kind), pair.a, pair.b
-        if copy is None or a is None or b is None or pair.vectors or a.transposed or b.transposed:
+        if copy is None or a is None or b is None or a.transposed or b.transposed:
             continue
         num_rows = a.shape[1] if pair.kind == "embed" else b.shape[0]
         if copy.shape[:1] != (num_rows,) or num_rows <= vocab:
             continue
         new = num_rows - vocab
+        if pair.vectors:
+            raise AdapterRefused(
+                AdapterFault.UNSUPPORTED_VARIANT,
+                f"module {show(pair.module)} has {new} rows for tokens beyond the base model's {vocab}, which are not "
+                f"supported together with {'use_dora' if pair.magnitude is not None else 'lora_bias'} on it: train it "
+                "without, or save it whole with modules_to_save",
+            )
         if pair.kind == "embed":
             pairs[i] = replace(pair, a=a.columns(0, vocab))
             deltas[pair.kind] = RowsDelta(a.columns(vocab, new), b, pair.scaling)

@@ -8,8 +8,9 @@ from loraserve.errors import AdapterFault, AdapterRefused
 from loraserve.lora.adapter_files import Layout
 from loraserve.lora.keys import LORA_ROLES, Role, TensorKey, parse_key
 from loraserve.lora.modules import Misplaced, Place, RowPlace, canonical_path, place_of, row_place_of
+from loraserve.lora.path_rules import PathRules
 from loraserve.lora.peft_config import PeftConfig
-from loraserve.lora.spec import LAYERLESS, BaseGeometry, TensorRef
+from loraserve.lora.spec import LAYERLESS, MODULE_PATHS, BaseGeometry, TensorRef
 from loraserve.lora.strict_json import show
 from loraserve.lora.tables import Table
 
@@ -122,20 +123,29 @@ def require_consistent(config: PeftConfig, named: NamedTensors, geometry: BaseGe
                 f"{show(ref.name)} belongs to a variant that adapter_config.json does not turn on",
             )
     targets, excluded = config.texts("target_modules"), config.texts("exclude_modules") or ()
+    tied = {MODULE_PATHS[kind] for kind in LAYERLESS} if _trained_as_one(config, geometry) else set()
+    rules = PathRules(config)
     for place, halves in named.lora.items():
         if halves.a is None and halves.b is None:
             continue  # only its bias was trained, which `bias: all` does to modules that are not targeted
         paths = {halves.module, canonical_path(halves.module)}
-        if targets is not None and not _covers(targets, paths):
+        aliases = paths | tied if place.kind in LAYERLESS else paths
+        if targets is not None and not _covers(targets, aliases):
             _contradicts(halves, "target_modules does not name it")
         if _covers(excluded, paths):
             _contradicts(halves, "exclude_modules names it")
-        by_full_path = not paths.isdisjoint(targets or ())  # PEFT does not look at the layer then
+        by_full_path = not aliases.isdisjoint(targets or ())  # PEFT does not look at the layer then
         in_layers = config.layers is None or (place.kind not in LAYERLESS and place.layer in config.layers)
         if not by_full_path and not in_layers:
             _contradicts(halves, "layers_to_transform leaves it out")
+        if not by_full_path and not rules.in_layers_pattern(halves.module):
+            _contradicts(halves, "layers_pattern does not lead to its layer, so layers_to_transform leaves it out")
+        if (name := rules.saved_name(halves.module)) is not None:
+            _contradicts(
+                halves, f"modules_to_save names it with {show(name)}, and PEFT puts no LoRA inside such a module"
+            )
     kinds = {place.kind for place in named.lora}
-    if config.ties_weights and len(kinds & {"embed", "lm_head"}) == 1 and geometry is not None and geometry.tied_head:
+    if geometry is not None and _trained_as_one(config, geometry) and len(kinds & {"embed", "lm_head"}) == 1:
         raise AdapterRefused(
             AdapterFault.UNSUPPORTED_VARIANT,
             "ensure_weight_tying makes embed_tokens and lm_head one adapter, but the file holds only one of them",
@@ -174,6 +184,11 @@ def _add_part(named: NamedTensors, place: Place, key: TensorKey, ref: TensorRef,
         return False
     setattr(halves, side, ref)
     return True
+
+
+def _trained_as_one(config: PeftConfig, geometry: BaseGeometry | None) -> bool:
+    """Whether a target that is embed_tokens or lm_head means both."""
+    return config.ties_weights and (geometry is None or geometry.tied_head)
 
 
 def _covers(names: tuple[str, ...], paths: set[str]) -> bool:

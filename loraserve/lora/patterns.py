@@ -17,7 +17,7 @@ _LITERAL = re.compile(r"[A-Za-z0-9_.-]*", re.ASCII)
 
 
 class MatchBudget:
-    """The time that all patterns of one adapter may take together, from the first match on."""
+    """The time that all patterns of one adapter may take together, from the first one that is compiled on."""
 
     def __init__(self, seconds: float = MATCH_SECONDS) -> None:
         self._seconds = seconds
@@ -28,7 +28,7 @@ class MatchBudget:
         now = time.monotonic()
         self._deadline = now + self._seconds if self._deadline is None else self._deadline
         if now > self._deadline:
-            raise AdapterRefused(AdapterFault.INVALID_CONFIG, f"{field}: its patterns take too long to match")
+            raise AdapterRefused(AdapterFault.INVALID_CONFIG, f"{field}: its patterns take too long")
 
 
 class PatternTable:
@@ -38,18 +38,19 @@ class PatternTable:
     backtrack on them for long; real expressions through an engine with linear time.
     """
 
-    def __init__(self, field: str, entries: tuple[tuple[str, float], ...]) -> None:
-        """Compile the entries. Raises `AdapterRefused(invalid_config)` naming a pattern that cannot be used."""
+    def __init__(self, field: str, entries: tuple[tuple[str, float], ...], budget: MatchBudget) -> None:
+        """Compile the entries. Raises `AdapterRefused(invalid_config)`: a pattern cannot be used, or time is up."""
         self._field = field
+        self._budget = budget
         self._patterns = tuple(pattern for pattern, _ in entries)
-        self._entries = [(_matcher(field, pattern), value) for pattern, value in entries]
+        self._entries = [(_matcher(field, pattern, budget), value) for pattern, value in entries]
         self._used: set[int] = set()
 
-    def lookup(self, path: str, default: float, budget: MatchBudget) -> float:
+    def lookup(self, path: str, default: float) -> float:
         """The value for the module at `path`, or `default` if no pattern matches."""
         for position, (matcher, value) in enumerate(self._entries):
             if position % 256 == 0 or matcher.is_slow:
-                budget.check(self._field)
+                self._budget.check(self._field)
             if matcher.matches(path):
                 self._used.add(position)
                 return value
@@ -79,18 +80,26 @@ class _Plain:
 class _Expression:
     is_slow = True
 
-    def __init__(self, pattern: str) -> None:
-        self._regex = LinearRegex(rf"(.*\.)?({pattern})$")
+    def __init__(self, regex: LinearRegex) -> None:
+        self._regex = regex
 
     def matches(self, path: str) -> bool:
         return self._regex.matches(path)
 
 
-def _matcher(field: str, pattern: str) -> _Plain | _Expression:
+def _matcher(field: str, pattern: str, budget: MatchBudget) -> _Plain | _Expression:
+    if len(pattern) <= MAX_PATTERN_LENGTH and _LITERAL.fullmatch(pattern):
+        return _Plain(pattern)
+    return _Expression(compiled(field, pattern, r"(.*\.)?({})$", budget))
+
+
+def compiled(field: str, pattern: str, around: str, budget: MatchBudget) -> LinearRegex:
+    """A stranger's pattern put into `around` at {}, as PEFT does. Raises `AdapterRefused(invalid_config)`."""
     problem = f"longer than {MAX_PATTERN_LENGTH} characters"
+    budget.check(field)
     if len(pattern) <= MAX_PATTERN_LENGTH:
         try:
-            return _Plain(pattern) if _LITERAL.fullmatch(pattern) else _Expression(pattern)
+            return LinearRegex(around.replace("{}", pattern))
         except UnsupportedPattern as error:
             problem = str(error)
     raise AdapterRefused(AdapterFault.INVALID_CONFIG, f"{field}: pattern {show(pattern)} cannot be used: {problem}")

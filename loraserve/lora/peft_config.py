@@ -49,7 +49,9 @@ FIELD_RULES: tuple[FieldRule, ...] = (
     FieldRule("target_modules", types.TEXT_OR_TEXTS, _C, "tensors decide; a list must cover them, a regex is not run"),
     FieldRule("exclude_modules", types.TEXT_OR_TEXTS, _C, "a list must not name modules that have tensors"),
     FieldRule("layers_to_transform", types.INT_OR_INTS, _C, "must not leave out layers that have tensors"),
-    FieldRule("layers_pattern", types.TEXT_OR_TEXTS, _I, "picks modules at training"),
+    FieldRule(
+        "layers_pattern", types.TEXT_OR_TEXTS, _C, "with layers_to_transform must lead to layers that have tensors"
+    ),
     FieldRule("alora_invocation_tokens", types.INTS, _H, "applied from their last occurrence in the prompt on"),
     FieldRule("bias", types.TEXT, _H, "bias tensors replace the base's"),
     FieldRule("ensure_weight_tying", types.BOOL, _C, "embed_tokens and lm_head are taken as two adapters"),
@@ -119,8 +121,8 @@ class PeftConfig:
 
     def scaling_of(self, module: str) -> Scaling:
         """Rank and scaling of the module at `module`, by PEFT's rules. Raises `AdapterRefused(invalid_config)`."""
-        rank = int(self.ranks.lookup(module, self.rank, self.budget))
-        alpha = self.alphas.lookup(module, self.alpha, self.budget)
+        rank = int(self.ranks.lookup(module, self.rank))
+        alpha = self.alphas.lookup(module, self.alpha)
         scaling = alpha / math.sqrt(rank) if self.rslora else alpha / rank
         return Scaling(rank, scaling)
 
@@ -218,14 +220,15 @@ def parse_peft_config(data: bytes) -> PeftConfig:
     rank, alpha = fields.get("r", 8), fields.get("lora_alpha", 8)
     assert types.is_int(rank)
     assert types.is_number(alpha)
+    budget = MatchBudget()
     config = PeftConfig(
         fields=fields,
         rank=rank,
         alpha=float(alpha),
         rslora=fields.get("use_rslora") is True,
-        ranks=_pattern_table("rank_pattern", fields),
-        alphas=_pattern_table("alpha_pattern", fields),
-        budget=MatchBudget(),
+        ranks=_pattern_table("rank_pattern", fields, budget),
+        alphas=_pattern_table("alpha_pattern", fields, budget),
+        budget=budget,
         block_diagonal=parse_block_diagonal(fields.get("use_bdlora")),
     )
     if config.bias not in _BIAS_MODES:
@@ -323,12 +326,13 @@ def _require_lora(fields: dict[str, Json]) -> None:
         )
 
 
-def _pattern_table(name: str, fields: dict[str, Json]) -> PatternTable:
+def _pattern_table(name: str, fields: dict[str, Json], budget: MatchBudget) -> PatternTable:
     entries = fields.get(name) or {}
     assert isinstance(entries, dict)
     if len(entries) > MAX_PATTERNS:
         _invalid(name, f"has {len(entries)} entries, at most {MAX_PATTERNS} are read")
-    return PatternTable(name, tuple((key, float(value)) for key, value in entries.items() if types.is_number(value)))
+    numbers = tuple((key, float(value)) for key, value in entries.items() if types.is_number(value))
+    return PatternTable(name, numbers, budget)
 
 
 def _require_finite_scalings(config: PeftConfig) -> None:

@@ -114,11 +114,12 @@ class Registry:
     # -- versions -------------------------------------------------------------------------------------------------
 
     def add_version(self, record: VersionRecord) -> VersionRecord:
-        """Record a version; one that is known stays as it was, but for its list of files. Returns what is recorded."""
+        """Record a version. One that is known stays as it was, but for its list of files and the report, whose warnings
+        are of the config that was read last. Returns what is recorded."""
         with self._transaction() as db:
             db.execute(
                 "INSERT INTO versions(version, source, report, files, created_at) VALUES (?, ?, ?, ?, ?) "
-                "ON CONFLICT(version) DO UPDATE SET files = excluded.files",
+                "ON CONFLICT(version) DO UPDATE SET files = excluded.files, report = excluded.report",
                 (
                     record.version,
                     encode(record.source),

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import NamedTuple, NoReturn
 
+import numpy as np
+
 from loraserve.errors import AdapterFault, AdapterRefused
 from loraserve.lora.base_copies import is_unchanged_copy
 from loraserve.lora.container import TensorReader
@@ -83,6 +85,7 @@ def collect_rows(
     """
     with TensorReader(folder) as reader:
         gathering = _Gathering(config, named, geometry, reader, deltas)
+        gathering.require_tied_pair()
         gathering.sort_whole_weights()
         gathering.add_token_rows()
         return gathering.finish()
@@ -106,6 +109,23 @@ class _Gathering:
     @property
     def saved_names(self) -> tuple[str, ...]:
         return self.config.saved_modules if isinstance(self.config, PeftConfig) else ()
+
+    def require_tied_pair(self) -> None:
+        """LoRA of modules that were trained as one is the same twice; PEFT would let one half overwrite the other."""
+        if not (self.tied and isinstance(self.config, PeftConfig) and self.config.ties_weights):
+            return
+        embed, head = (self.named.lora.get(Place(table, 0)) for table in VOCABULARY)
+        if embed is None or head is None:
+            return
+        for one, other in ((embed.b, head.a), (embed.a, head.b)):
+            if one is None or other is None:  # only a bias was trained
+                return
+            same = (one.dtype, one.shape) == (other.dtype, other.shape[::-1])
+            if not same or not np.array_equal(self.reader.read(one), self.reader.read(other).T, equal_nan=True):
+                _unsupported(
+                    f"{show(one.name)} and {show(other.name)} are not each other's transpose, but ensure_weight_tying "
+                    "makes them one adapter"
+                )
 
     def sort_whole_weights(self) -> None:
         """Tell saved modules from copies of the base's."""

@@ -2,7 +2,8 @@
 
 The engine answers greedily: alone, all prompts together beside the base and a second copy of the adapter, after the
 device dropped the adapter for others, and after it was unloaded and loaded again. PEFT then computes the same sequences
-in float32, and each row of logits that led to a token, prompt and answer alike, is compared.
+in float32, and each row of logits that led to a token, prompt and answer alike, is compared. Where that is not nearly
+equal PEFT computes in float64 too: what its own rounding in float32 comes to is allowed twice over.
 """
 
 from loraserve.verify.compare import TOLERANCES, Check, Divergence, Scenario, Served

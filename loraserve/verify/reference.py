@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from loraserve.lora.keys import LORA_ROLES, Role, parse_key
 from loraserve.lora.modules import canonical_path
 from loraserve.lora.strict_json import show
 from loraserve.models.files import find_model_files
+from loraserve.verify.double import DoublePrecision
 from loraserve.verify.patterns import endless_patterns
 
 logger = logging.getLogger(__name__)
@@ -124,11 +125,12 @@ class Reference:
         An activated LoRA applies from position `start` on, nowhere if that is None. PEFT is told so: it would look for
         the invocation in the answer too.
         """
+        precise = DoublePrecision() if self._model.dtype == torch.float64 else nullcontext()
         more = {"alora_offsets": [None if start is None else len(tokens) - start]} if self._is_activated else {}
-        with torch.no_grad(), _quiet():
+        with torch.no_grad(), _quiet(), precise:
             ids = torch.tensor([list(tokens)])
-            found: Tensor = self._model(input_ids=ids, use_cache=False, **more).logits[0].float()
-        return found
+            found: Tensor = self._model(input_ids=ids, use_cache=False, **more).logits[0]
+        return found.float()
 
 
 def _attach(model: Any, folder: Path) -> tuple[Any, list[str]]:

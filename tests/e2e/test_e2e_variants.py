@@ -45,6 +45,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "dora-embed-head": ("qwen2", DORA | {"target_modules": ["embed_tokens", "lm_head", "o_proj"]}),
     "dora-embed-tied": ("llama", DORA | {"target_modules": ["embed_tokens", "q_proj"]}),
+    "embed-tied-as-one": ("qwen2", {"r": 4, "ensure_weight_tying": True, "target_modules": ["embed_tokens", "q_proj"]}),
     "lora-bias": ("qwen2", {"r": 4, "lora_alpha": 6, "lora_bias": True, "target_modules": LINEARS}),
     "bias-all": ("llama-biases", {"r": 4, "bias": "all", "target_modules": ["q_proj", "down_proj"]}),
     "bias-lora-only": ("qwen2", {"r": 3, "bias": "lora_only", "target_modules": ["k_proj", "v_proj", "o_proj"]}),

@@ -67,11 +67,13 @@ def test_engine_never_accepts_what_re_refuses(pattern: str) -> None:
     ],
 )
 def test_first_match_is_the_one_of_peft(patterns: list[str]) -> None:
-    table = PatternTable("rank_pattern", tuple((pattern, float(i)) for i, pattern in enumerate(patterns)))
+    table = PatternTable(
+        "rank_pattern", tuple((pattern, float(i)) for i, pattern in enumerate(patterns)), MatchBudget()
+    )
     for path in PATHS:
         key = get_pattern_key(patterns, path)
         expected = float(patterns.index(key)) if key in patterns else -1.0
-        assert table.lookup(path, -1.0, MatchBudget()) == expected
+        assert table.lookup(path, -1.0) == expected
 
 
 @pytest.mark.parametrize(
@@ -99,10 +101,9 @@ def test_hostile_patterns_end_quickly(pattern: str) -> None:
     begin = time.monotonic()
     faults = []
     try:
-        table = PatternTable("rank_pattern", ((pattern, 4.0),) * 3)
-        budget = MatchBudget()
+        table = PatternTable("rank_pattern", ((pattern, 4.0),) * 3, MatchBudget())
         for layer in range(64):
-            assert table.lookup(f"model.layers.{layer}.self_attn.q_proj", 8.0, budget) == 8.0
+            assert table.lookup(f"model.layers.{layer}.self_attn.q_proj", 8.0) == 8.0
     except AdapterRefused as error:
         faults.append(error.fault)
     assert set(faults) <= {AdapterFault.INVALID_CONFIG}
@@ -110,16 +111,23 @@ def test_hostile_patterns_end_quickly(pattern: str) -> None:
 
 
 def test_spent_budget_is_an_invalid_config() -> None:
-    table = PatternTable("alpha_pattern", (("(a|b)+", 1.0),))
     with pytest.raises(AdapterRefused, match="take too long") as caught:
-        table.lookup("model", 8.0, MatchBudget(seconds=-1))
+        PatternTable("alpha_pattern", (("(a|b)+", 1.0),), MatchBudget(seconds=-1)).lookup("model", 8.0)
     assert caught.value.code == "invalid_config"
+
+
+def test_many_expressions_end_within_the_budget_of_matching() -> None:
+    patterns = tuple((f"(?:x{i}[a-z]{{0,20}}|y.*)+z", 1.0) for i in range(20_000))
+    begin = time.monotonic()
+    with pytest.raises(AdapterRefused, match="take too long") as caught:
+        PatternTable("alpha_pattern", patterns, MatchBudget(seconds=0.5)).lookup("model.layers.0.mlp.up_proj", 8.0)
+    assert caught.value.code == "invalid_config"
+    assert time.monotonic() - begin < 2
 
 
 def test_many_plain_patterns_are_cheap() -> None:
     paths = [f"model.layers.{layer}.self_attn.{kind}_proj" for layer in range(64) for kind in "qkvo"]
-    table = PatternTable("rank_pattern", tuple((path, float(i)) for i, path in enumerate(paths)))
+    table = PatternTable("rank_pattern", tuple((path, float(i)) for i, path in enumerate(paths)), MatchBudget())
     begin = time.monotonic()
-    budget = MatchBudget()
-    assert [table.lookup(path, -1.0, budget) for path in paths] == [float(i) for i in range(len(paths))]
+    assert [table.lookup(path, -1.0) for path in paths] == [float(i) for i in range(len(paths))]
     assert time.monotonic() - begin < 2

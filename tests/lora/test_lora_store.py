@@ -92,6 +92,15 @@ class TestIngest:
         assert store.verify(first.version)
         assert working(tmp_path / "data") == []
 
+    def test_the_report_is_of_the_config_that_was_read_last(self, store: AdapterStore, tmp_path: Path) -> None:
+        odd = plain_config(base_model_name_or_path="other/model", rank_pattern={"no_such": 3})
+        first = put(store, write(tmp_path / "odd", odd))
+        assert len(first.report.warnings) == 2
+        again = put(store, write(tmp_path / "plain"))
+        assert again.version == first.version
+        assert again.report.warnings == ()
+        assert store.version(first.version).report == again.report
+
     def test_a_refusal_leaves_nothing(self, store: AdapterStore, tmp_path: Path) -> None:
         folder = write(tmp_path / "bad", None, plain_tensors() | {"x.lora_A.weight": Tensor((4, 4))})
         with pytest.raises(AdapterRefused) as caught:

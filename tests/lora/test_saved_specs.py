@@ -434,3 +434,22 @@ def test_files_that_are_no_tokenizers_do_no_harm(tmp_path: Path, content: str) -
 def test_without_a_base_rows_are_taken_as_they_are(tmp_path: Path) -> None:
     spec = parse(tmp_path, {f"{EMBED}.weight": Tensor((7, HIDDEN))}, None, modules_to_save=["embed_tokens"])
     assert (spec.replaced[0].table, spec.replaced[0].num_rows, spec.num_new_tokens) == (Table.EMBED, 7, 0)
+
+
+@pytest.mark.parametrize(
+    ("field", "vector"),
+    [("use_dora", "lora_magnitude_vector"), ("lora_bias", "lora_B.bias")],
+    ids=["dora", "lora-bias"],
+)
+def test_vectors_on_a_resized_head_are_named_as_the_reason(field: str, vector: str, tmp_path: Path) -> None:
+    rows = VOCAB + 3
+    tensors = {
+        f"{HEAD}.lora_A.weight": Tensor((4, HIDDEN)),
+        f"{HEAD}.lora_B.weight": Tensor((rows, 4)),
+        f"{HEAD}.{vector}": Tensor((rows,)),
+        f"{HEAD}.base_layer.weight": Tensor((rows, HIDDEN)),
+    }
+    config = plain_config(target_modules=["lm_head"], **{field: True})
+    with pytest.raises(AdapterRefused, match=f"3 rows for tokens beyond .* {field}") as caught:
+        parse_adapter(write(tmp_path, config, tensors), GEOMETRY, 64)
+    assert caught.value.code == "unsupported_variant"
