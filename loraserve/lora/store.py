@@ -144,6 +144,10 @@ class AdapterStore:
         """The record of a version. Raises `AdapterNotFound`."""
         return self._registry.version(version)
 
+    def knows(self, version: str) -> bool:
+        """Whether a version is stored."""
+        return self._registry.knows(version)
+
     def versions(self) -> list[VersionRecord]:
         """All versions, oldest first."""
         return self._registry.versions()

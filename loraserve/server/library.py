@@ -44,6 +44,7 @@ class Names(Protocol):
     def delete_unneeded(self, versions: Iterable[str]) -> list[str]: ...
     def versions_now(self, name: str) -> list[NameVersion]: ...
     def version(self, version: str) -> VersionRecord: ...
+    def knows(self, version: str) -> bool: ...
     def registered(self) -> list[tuple[Alias, VersionRecord]]: ...
     def note_use(self, last_used: Mapping[str, float], tiers: Mapping[str, str] | None = None) -> None: ...
     def num_bytes(self) -> int: ...
@@ -100,6 +101,10 @@ class NameBook:
     def purge(self, versions: Iterable[str]) -> None:
         """See `AdapterLibrary`."""
         self._names.delete_unneeded(versions)
+
+    def has(self, version: str) -> bool:
+        """See `AdapterLibrary`."""
+        return self._names.knows(version)
 
     def versions(self, name: str) -> list[NameVersion]:
         """See `AdapterLibrary`."""
@@ -174,7 +179,8 @@ class StoreLibrary(NameBook):
             )
         if template is not None:  # a refused adapter leaves nothing
             self._store.templates.keep(template)
-        folder = self._store.folder(record.version)
+        # Not looked up: a purge may have been faster, which whoever uses it next finds out.
+        folder = self._store.place(record.version)
         return StoredAdapter(record.version, folder, record.report, fetched.source, fetched.restricted)
 
     def chat_template(self, digest: str) -> str:

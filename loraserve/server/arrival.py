@@ -1,0 +1,53 @@
+"""How an adapter's files come in and are used, although somebody may purge the same content meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+
+from loraserve.errors import AdapterError
+from loraserve.server.engine_versions import EngineVersions
+from loraserve.server.ports import AdapterLibrary, AdapterPlace, Progress, StoredAdapter
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+
+
+class Arrivals:
+    """Fetches adapters, a few at a time. All methods belong to one event loop."""
+
+    def __init__(self, library: AdapterLibrary, versions: EngineVersions, max_fetches: int) -> None:
+        self._library = library
+        self._versions = versions
+        self._fetches = asyncio.Semaphore(max_fetches)
+
+    async def bring(
+        self, place: AdapterPlace, progress: Progress, use: Callable[[StoredAdapter], Awaitable[None]]
+    ) -> None:
+        """Fetch an adapter, then `use` it while its version counts as used. What could not be used is not kept.
+
+        Between the two another unload (also of another process) may delete files that no name points at yet; then
+        both are done again. Raises what they raise.
+        """
+        for attempt in range(1, ATTEMPTS + 1):
+            async with self._fetches:
+                stored = await asyncio.to_thread(self._library.add, place, progress)
+            self._versions.use(stored.version)
+            try:
+                return await use(stored)
+            except AdapterError as error:
+                problem = error
+            finally:
+                await self._versions.release(stored)
+            if attempt == ATTEMPTS or await asyncio.to_thread(self._library.has, stored.version):
+                await self.purge([stored.version])
+                raise problem
+            logger.info("version %s was purged while it was being loaded; once more", stored.version[:12])
+
+    async def purge(self, versions: Iterable[str]) -> None:
+        """Delete the files of those versions that nothing needs here and no name has or could be rolled back to."""
+        unused = [version for version in versions if not self._versions.is_used(version)]
+        if unused:
+            await asyncio.to_thread(self._library.purge, unused)
