@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 from loraserve.errors import AdapterError
 from loraserve.server.engine_versions import EngineVersions
@@ -16,12 +17,16 @@ ATTEMPTS = 3
 
 
 class Arrivals:
-    """Fetches adapters, a few at a time. All methods belong to one event loop."""
+    """Fetches adapters, a few at a time. All methods belong to one event loop.
+
+    In threads of its own: sources may take minutes to answer, and what everything else waits for (the registry, the
+    tokenizer) runs in the loop's few threads.
+    """
 
     def __init__(self, library: AdapterLibrary, versions: EngineVersions, max_fetches: int) -> None:
         self._library = library
         self._versions = versions
-        self._fetches = asyncio.Semaphore(max_fetches)
+        self._threads = ThreadPoolExecutor(max_fetches, thread_name_prefix="adapter-fetch")
 
     async def bring(
         self, place: AdapterPlace, progress: Progress, use: Callable[[StoredAdapter], Awaitable[None]]
@@ -32,11 +37,11 @@ class Arrivals:
         both are done again. Raises what they raise.
         """
         for attempt in range(1, ATTEMPTS + 1):
-            async with self._fetches:
-                stored = await asyncio.to_thread(self._library.add, place, progress)
+            stored = await asyncio.get_running_loop().run_in_executor(self._threads, self._library.add, place, progress)
             self._versions.use(stored.version)
             try:
-                return await use(stored)
+                await use(stored)
+                return
             except AdapterError as error:
                 problem = error
             finally:
@@ -45,6 +50,14 @@ class Arrivals:
                 await self.purge([stored.version])
                 raise problem
             logger.info("version %s was purged while it was being loaded; once more", stored.version[:12])
+
+    async def check_access(self, place: AdapterPlace) -> None:
+        """Ask the Hub whether the place's token opens its repository. Raises what it says."""
+        await asyncio.get_running_loop().run_in_executor(self._threads, self._library.check_access, place)
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def purge(self, versions: Iterable[str]) -> None:
         """Delete the files of those versions that nothing needs here and no name has or could be rolled back to."""

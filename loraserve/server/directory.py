@@ -386,11 +386,11 @@ class AdapterDirectory:
         """Take over what the registry says; see `RegistrySync.sync`."""
         return await self._registry.sync()
 
-    # -- small ----------------------------------------------------------------------------------------------------
-
     async def close(self) -> None:
         """End what is under way, at the end of the server."""
         await self._background.close()
+        self._arrivals.close()
+        self._on_demand.close()
 
     def _is_alive(self, entry: Entry) -> bool:
         if entry.failure is not None and self._clock() - entry.failure.at >= KEEP_FAILURE_S:

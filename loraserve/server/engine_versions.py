@@ -13,7 +13,6 @@ from loraserve.errors import AdapterFailed, AdapterRefused, EngineDead, EngineNo
 from loraserve.server.inflight import ServedAdapter
 from loraserve.server.ports import EnginePort, StoredAdapter
 
-
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
 
 

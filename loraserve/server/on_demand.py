@@ -77,7 +77,6 @@ class OnDemand:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._sources = sources
-        self._library = library
         self._versions = versions
         self._spawn = spawn
         self._retire = retire
@@ -87,7 +86,8 @@ class OnDemand:
         self._wall = wall
         self._known: dict[Key, Demanded] = {}
         self._arrivals = Arrivals(library, versions, MAX_AT_ONCE)
-        self._checks = asyncio.Semaphore(MAX_AT_ONCE)
+        # Of their own: who has an adapter must not wait for others' fetches.
+        self._checks = Arrivals(library, versions, MAX_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def served(self) -> list[ServedAdapter]:
@@ -150,6 +150,11 @@ class OnDemand:
         aborted = sum(await asyncio.shield(asyncio.gather(*rests))) if wait else 0
         return Unloaded(name, served[0].version if served else None, running - aborted if wait else 0, aborted)
 
+    def close(self) -> None:
+        """Begin nothing more."""
+        self._arrivals.close()
+        self._checks.close()
+
     # -- inside ---------------------------------------------------------------------------------------------------
 
     async def _obtain(self, entry: Demanded, place: AdapterPlace, who: str) -> None:
@@ -199,8 +204,7 @@ class OnDemand:
 
     async def _check(self, entry: Demanded, place: AdapterPlace, who: str) -> None:
         try:
-            async with self._checks:
-                await asyncio.to_thread(self._library.check_access, place)
+            await self._checks.check_access(place)
             entry.allowed[who] = self._clock()
             if len(entry.allowed) > MAX_REMEMBERED:
                 del entry.allowed[min(entry.allowed, key=lambda digest: entry.allowed[digest])]

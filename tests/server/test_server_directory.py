@@ -449,3 +449,19 @@ async def test_what_could_not_be_used_is_not_kept(
     with pytest.raises(NameTaken):
         await directory.load(order(library, "a", "one"))
     assert len(library.registry.versions()) == 2, "what the name could go back to stays"
+
+
+async def test_slow_sources_hold_up_nothing_else(directory: AdapterDirectory, library: FakeLibrary) -> None:
+    await directory.load(order(library, "a", "one"))
+    library.gate = threading.Event()
+    for number in range(40):  # more than the event loop has threads
+        await directory.load(order(library, f"n{number}", f"content {number}"), wait=False)
+    await eventually(lambda: library.adds > 1)
+    try:
+        assert (await asyncio.wait_for(directory.pin("a", True), 5)).served is not None
+        assert len(await asyncio.wait_for(directory.versions("a"), 5)) == 1
+        assert library.adds <= 1 + 4, "a few at a time"
+    finally:
+        library.gate.set()
+    await eventually(lambda: all(entry.flight is None for entry in directory.entries()))
+    assert len(directory.entries()) == 41
