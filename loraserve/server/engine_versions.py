@@ -29,8 +29,8 @@ class EngineVersions:
     """Counts the users of each version (names, draining requests, loads); the last one frees it in the engine.
 
     A version that is used need not be in the engine: names that come from the registry are installed when they are
-    first needed. One that the engine refused is tried again by requests after a back-off only: 1 s, doubling to 60 s. All
-    methods belong to one event loop.
+    first needed. One that the engine refused is tried again by requests after a back-off only: 1 s, doubling to 60 s.
+    All methods belong to one event loop.
     """
 
     def __init__(self, engine: EnginePort, clock: Callable[[], float] = time.monotonic) -> None:

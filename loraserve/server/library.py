@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Protocol
 
 from loraserve.errors import HubError
-from loraserve.lora.chat_template import digest_of, read_chat_template
 from loraserve.lora.history import NameVersion
 from loraserve.lora.hub import HubRepo, check_access, fetch_hub, is_offline
 from loraserve.lora.names import AdapterName
@@ -169,19 +168,19 @@ class StoreLibrary(NameBook):
         geometry = self._geometry()
         with self._store.scratch() as scratch:
             fetched = self._fetch(place, progress, scratch)
-            template = read_chat_template(fetched.folder) if self._chat_templates else None
-            if template is not None:
-                fetched = fetched._replace(source=replace(fetched.source, chat_template=digest_of(template)))
+            fetched = fetched._replace(source=replace(fetched.source, on_demand=place.on_demand))
             # What was fetched has been counted already; copying it into the store must not count it again.
-            copying = progress if fetched.source.kind == "local" else _silent
-            record = self._store.ingest(
-                fetched.folder, fetched.source, geometry, self._max_rank, copying, max_bytes=place.max_bytes
+            record, source = self._store.keep(
+                fetched,
+                geometry,
+                self._max_rank,
+                progress if fetched.source.kind == "local" else _silent,
+                max_bytes=place.max_bytes,
+                chat_templates=self._chat_templates,
             )
-        if template is not None:  # a refused adapter leaves nothing
-            self._store.templates.keep(template)
         # Not looked up: a purge may have been faster, which whoever uses it next finds out.
         folder = self._store.place(record.version)
-        return StoredAdapter(record.version, folder, record.report, fetched.source, fetched.restricted)
+        return StoredAdapter(record.version, folder, record.report, source, fetched.restricted)
 
     def chat_template(self, digest: str) -> str:
         """A template that was kept with an adapter. Raises `StorageFailed`."""
@@ -212,7 +211,9 @@ class StoreLibrary(NameBook):
         repo = HubRepo(place.repo, place.revision, place.subfolder)
         if place.on_demand and is_offline():
             raise HubError(f"{place.repo} cannot be fetched on demand: the Hub may not be asked (HF_HUB_OFFLINE)")
-        return fetch_hub(repo, token=place.token, progress=progress, max_bytes=limit)
+        # What requests make the server fetch is bounded in the store, so it must not pile up in the Hub cache instead.
+        cache = scratch if place.on_demand else None
+        return fetch_hub(repo, token=place.token, cache_dir=cache, progress=progress, max_bytes=limit)
 
 
 def _silent(done: int, total: int) -> None:
