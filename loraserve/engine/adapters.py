@@ -126,7 +126,8 @@ class AdapterDesk:
                 raise AdapterNotFound(f"adapter version {version[:12]} is not loaded")
             failure = self._residency.failure(version)
             if failure is not None:
-                raise failure
+                # Raised by every request until the next try: it must not gather their frames.
+                raise failure.with_traceback(None)
 
     def unhold(self, adapters: Sequence[AdapterUse]) -> None:
         """The request has ended."""
