@@ -136,6 +136,9 @@ class SchedulerConfig:
     max_running: int = option(64, "Most requests generating at once.")
     max_step_tokens: int = option(2048, "Most tokens in one forward.")
     prefill_chunk: int = option(512, "Most prompt tokens of one request in one forward.")
+    max_step_s: float = option(
+        0.5, "About the longest a forward with prompt tokens may take: it gets as many as that allows; 0: no limit."
+    )
     max_waiting: int = option(4096, "Requests that may wait before new ones get 429.")
     policy: Policy = option("fcfs", "Order in which waiting requests are admitted.")
     request_timeout_s: float = option(600.0, "Longest life of a request that sets no timeout_s itself.")
@@ -143,6 +146,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         check_least(1, max_running=self.max_running, max_step_tokens=self.max_step_tokens)
         check_least(1, prefill_chunk=self.prefill_chunk, max_waiting=self.max_waiting)
+        check_seconds("max_step_s", self.max_step_s, zero=True)
         check_seconds("request_timeout_s", self.request_timeout_s, zero=False)
 
 

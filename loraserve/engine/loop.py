@@ -81,6 +81,7 @@ class EngineLoop:
             self._scheduler.commit(batch, output.tokens)
         seconds = time.monotonic() - started
         self._upload_s = max(SHORTEST_UPLOAD_S, UPLOAD_SHARE * seconds)
+        self._scheduler.note_step(batch, seconds)
         self._counters.count_step(batch, seconds)
         self._emit(batch, output)
         return True

@@ -16,6 +16,7 @@ from loraserve.scheduler.admission import GrowthReserve, PageBudget, PrefillAdde
 from loraserve.scheduler.batch import ScheduleBatch, ScheduleEntry
 from loraserve.scheduler.deadlines import Deadlines
 from loraserve.scheduler.interfaces import AdapterGate, KVSide
+from loraserve.scheduler.pace import StepPace
 from loraserve.scheduler.policies import make_policy
 from loraserve.scheduler.queue import WaitingQueue
 from loraserve.scheduler.request import FinishReason, Request, RequestState, namespace_uses
@@ -48,6 +49,7 @@ class Scheduler:
         self._policy = make_policy(config.policy, lambda r: cache.lookup(r.namespace, r.prompt_ids, r.overlays))
         self._growth = growth or GrowthReserve()
         # Every running request may decode in every step, so there are never more of them than tokens in a step.
+        self._pace = StepPace(config.max_step_s, config.max_step_tokens)
         self._max_running = min(config.max_running, config.max_step_tokens, cache.free_rows)
         self._turns = AdapterTurns(adapters, adapter_wait_limit_s, max_riders=self._max_running)
         self._requests: dict[str, Request] = {}  # unfinished
@@ -148,6 +150,10 @@ class Scheduler:
                 self._prefilled(request)
             if entry.samples and token is not None:
                 self._append(request, int(token))
+
+    def note_step(self, batch: ScheduleBatch, seconds: float) -> None:
+        """The step took so long; the next ones are made accordingly."""
+        self._pace.note(sum(entry.num_new for entry in batch.entries[batch.num_decode :]), seconds)
 
     def fail(self, batch: ScheduleBatch, error: LoraserveError) -> None:
         """The step in flight was not computed: end its requests with `error` and trust nothing that it wrote."""
@@ -267,7 +273,7 @@ class Scheduler:
         return PrefillAdder(
             cache=self._cache,
             turns=self._turns,
-            tokens=TokenBudget(self._config.max_step_tokens - num_decode),
+            tokens=TokenBudget(min(self._config.max_step_tokens - num_decode, self._pace.limit)),
             rows=RowBudget(self._max_running - len(self._running)),
             pages=PageBudget(self._cache, self._growth, self._running),
             chunk=self._config.prefill_chunk,
