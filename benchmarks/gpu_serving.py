@@ -16,7 +16,8 @@ from benchmarks.make_adapters import make_adapter
 from loraserve.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from loraserve.engine.build import EngineParts, build_engine
 from loraserve.engine.messages import AddRequest
-from loraserve.lora.format import content_version, parse_adapter
+from loraserve.lora.format import parse_adapter
+from loraserve.lora.version import content_version
 from loraserve.sampling import SamplingParams
 from loraserve.scheduler.request import AdapterUse
 
