@@ -187,6 +187,12 @@ class EngineDead(LoraserveError):
     code = "engine_dead"
 
 
+class EngineStuck(EngineDead):
+    """The engine process lives, but has not answered for long; it may come back."""
+
+    code = "engine_stuck"
+
+
 class EngineNotReady(LoraserveError):
     """The engine is still starting or is draining for shutdown."""
 

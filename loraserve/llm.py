@@ -30,6 +30,7 @@ from loraserve.sampling import SamplingParams
 from loraserve.scheduler.request import AdapterUse
 from loraserve.server.assembly import Assembler
 from loraserve.server.fields import check_text
+from loraserve.server.limits import Limits, room_for
 from loraserve.server.lora_field import parse_lora
 from loraserve.server.text import Text, load_tokenizer
 
@@ -88,6 +89,7 @@ class LLM:
         self._config = config
         self._parts = build_engine(config)
         self._loop = self._parts.loop
+        self._max_total = min(self._parts.info.max_context, self._parts.info.kv_tokens)
         self._text = Text(load_tokenizer(Path(self._parts.info.model_path)))
         self._versions: dict[str, str] = {}
         self._reports: dict[str, LoadReport] = {}  # of every version that is loaded
@@ -176,10 +178,6 @@ class LLM:
     def _plan(self, prompt: Prompt, params: SamplingParams, lora: Any) -> tuple[AddRequest, _Running]:
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"params must be SamplingParams, got {params!r:.60}", param="params")
-        if params.max_tokens == 0 and params.prompt_logprobs is None:
-            raise InvalidRequest(
-                "max_tokens must be at least 1 unless prompt_logprobs is asked for", param="max_tokens"
-            )
         scales: dict[str, float] = {}
         for ref in parse_lora(lora):
             # Two names of one version are one adapter whose scales add up.
@@ -188,6 +186,9 @@ class LLM:
         uses = [AdapterUse(version, scale) for version, scale in scales.items()]
         text = self._text_of(uses)
         ids = self._encode(prompt, text, max((self._reports[use.version].new_tokens for use in uses), default=0))
+        # As over HTTP: an answer is never cut shorter than it was asked for.
+        limits = Limits(params.max_tokens, None)
+        room_for(limits, len(ids), self._max_total, echo=params.prompt_logprobs is not None)
         request_id = f"llm-{next(self._ids)}"
         silent = frozenset(params.stop_token_ids)
         if not params.ignore_eos:

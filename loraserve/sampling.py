@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loraserve.errors import InvalidRequest
@@ -9,6 +10,7 @@ from loraserve.errors import InvalidRequest
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 256
+MAX_STOP_CHARS = 4096  # of one stop string
 MAX_SEED = 2**63 - 1
 
 
@@ -45,7 +47,7 @@ class SamplingParams:
         # A text is a sequence of texts too: taken as one, each of its letters would be a stop string.
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
-        _check_stops(self.stop, self.stop_token_ids)
+        check_stops(self.stop, self.stop_token_ids)
         if not isinstance(self.ignore_eos, bool):
             raise InvalidRequest(f"ignore_eos must be true or false, got {self.ignore_eos!r:.60}", param="ignore_eos")
         for name in ("logprobs", "prompt_logprobs"):
@@ -57,6 +59,20 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0
+
+
+def check_stops(stop: Sequence[str], stop_token_ids: Sequence[int]) -> None:
+    """Raise `InvalidRequest` for stop strings or ids that are too many, too long, or none."""
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(stop)}", param="stop")
+    if any(not isinstance(text, str) or not text for text in stop):
+        raise InvalidRequest("stop strings must be non-empty text", param="stop")
+    if any(len(text) > MAX_STOP_CHARS for text in stop):
+        raise InvalidRequest(f"a stop string has at most {MAX_STOP_CHARS} characters", param="stop")
+    if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids", param="stop_token_ids")
+    for token in stop_token_ids:
+        _check_int("stop_token_ids", token, 0, 2**31 - 1)
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
@@ -74,14 +90,3 @@ def _tuple(name: str, value: object) -> tuple[object, ...]:
     if not isinstance(value, tuple | list):
         raise InvalidRequest(f"{name} must be a list, got {value!r:.60}", param=name)
     return tuple(value)
-
-
-def _check_stops(stop: tuple[str, ...], stop_token_ids: tuple[int, ...]) -> None:
-    if len(stop) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(stop)}", param="stop")
-    if any(not isinstance(text, str) or not text for text in stop):
-        raise InvalidRequest("stop strings must be non-empty text", param="stop")
-    if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest(f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids", param="stop_token_ids")
-    for token in stop_token_ids:
-        _check_int("stop_token_ids", token, 0, 2**31 - 1)

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from loraserve.cli.server_calls import AdminKey, AsJson, ServerRefused, call, print_json
 from loraserve.config import ServerConfig, format_bytes
-from loraserve.errors import ConfigError
+from loraserve.errors import AdapterError, ConfigError
 from loraserve.lora.names import check_name
 
 POLL_S = 0.2
@@ -97,16 +97,14 @@ def _into_folder(
         fetched = fetch_hub(
             place, token=token, progress=lambda done, total: show(done, total, under_way), on_file=next_file
         )
-        record = store.ingest(
-            fetched.folder,
-            fetched.source,
-            None,
-            MAX_RANK,
-            lambda done, total: show(done, total, "checking"),
-        )
+        record, source = store.keep(fetched, None, MAX_RANK, lambda done, total: show(done, total, "checking"))
         pinned = any(alias.name == name and alias.pinned for alias in store.aliases())
-        store.set_alias(name, record.version, source=fetched.source, pinned=pinned, replace=replace)
-    return {"name": name, "version": record.version, "source": asdict(fetched.source), "bytes": record.report.bytes}
+        try:
+            store.set_alias(name, record.version, source=source, pinned=pinned, replace=replace)
+        except AdapterError:
+            store.delete_unneeded([record.version])
+            raise
+    return {"name": name, "version": record.version, "source": asdict(source), "bytes": record.report.bytes}
 
 
 def _through_server(server: str, admin_key: str | None, body: dict[str, Any], show: Show) -> dict[str, Any]:

@@ -65,6 +65,10 @@ class AdapterDesk:
         """Unregister; answered when its last lease is gone and everything is freed."""
         if version in self._dropping:
             self._dropping[version].append(done)
+        elif version in self._parsing:
+            self._parsing.pop(version)[0].cancel()
+            self._answer(self._loading, version, AdapterNotFound(f"adapter version {version[:12]} was unloaded again"))
+            done(None)
         elif not self._residency.knows(version):
             done(None)
         else:
@@ -122,7 +126,8 @@ class AdapterDesk:
                 raise AdapterNotFound(f"adapter version {version[:12]} is not loaded")
             failure = self._residency.failure(version)
             if failure is not None:
-                raise failure
+                # Raised by every request until the next try: it must not gather their frames.
+                raise failure.with_traceback(None)
 
     def unhold(self, adapters: Sequence[AdapterUse]) -> None:
         """The request has ended."""

@@ -42,11 +42,13 @@ from loraserve.engine.messages import (
     ToServer,
     encode_config,
 )
-from loraserve.errors import EngineDead, EngineNotReady, LoraserveError, ModelLoadError
+from loraserve.errors import EngineDead, EngineNotReady, EngineStuck, LoraserveError, ModelLoadError
 
 logger = logging.getLogger(__name__)
 
 STUCK_AFTER_S = 10.0
+CHECK_S = 1.0  # how often a call looks whether the engine that it waits for is stuck
+LATE_S = 1.0  # how long after a request's time limit the engine may still end it itself
 RESTART_PAUSES_S = (0.0, 1.0, 2.0, 5.0, 10.0)
 
 
@@ -240,6 +242,9 @@ class EngineClient:
         self._require_ready()
         self._open[request.id] = queue
         finished = False
+        timeout_s = self._config.scheduler.request_timeout_s if request.timeout_s is None else request.timeout_s
+        # The engine keeps the time itself, but only between two steps: a stuck one would keep the client for ever.
+        late = asyncio.get_running_loop().call_later(timeout_s + LATE_S, self._give_up, request.id)
         try:
             await self._send(request)
             while not finished:
@@ -247,11 +252,17 @@ class EngineClient:
                 finished = output.finish_reason is not None
                 yield output
         finally:
+            late.cancel()
             mine = self._open.get(request.id) is queue
             if mine:
                 del self._open[request.id]
             if not finished and mine:
                 self._send_soon(AbortRequest(id=request.id))
+
+    def _give_up(self, request_id: str) -> None:
+        if request_id in self._open:
+            self._deliver(RequestOutput(id=request_id, finish_reason="timeout"))
+            self._send_soon(AbortRequest(id=request_id))
 
     async def abort(self, request_id: str, error: LoraserveError | None = None) -> None:
         """End a request; its generator still yields the terminal output."""
@@ -261,7 +272,12 @@ class EngineClient:
     async def load_adapter(self, version: str, folder: str, pinned: bool = False) -> None:
         """Stage a version; returns when it is on the host. Raises `AdapterRefused`, `EngineDead` …"""
         self._require_ready()
-        await self._call(LoadAdapter(call=next(self._call_ids), version=version, folder=folder, pinned=pinned))
+        try:
+            await self._call(LoadAdapter(call=next(self._call_ids), version=version, folder=folder, pinned=pinned))
+        except EngineStuck:
+            if version not in self._adapters:  # nobody knows of it, should the engine come back and load it
+                self._send_soon(DropAdapter(call=next(self._call_ids), version=version, force=True))
+            raise
         self._adapters[version] = _Registered(folder, pinned)
 
     async def drop_adapter(self, version: str, force: bool = False) -> None:
@@ -344,7 +360,10 @@ class EngineClient:
         self._calls[message.call] = future
         try:
             await self._send(message)
-            return await future
+            while not (await asyncio.wait({future}, timeout=CHECK_S))[0]:
+                if (health := self.health()).stuck:
+                    raise EngineStuck(health.detail)
+            return future.result()
         finally:
             self._calls.pop(message.call, None)
 

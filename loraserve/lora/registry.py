@@ -152,6 +152,12 @@ class Registry:
         with self._transaction(write=False) as db:
             return [row[0] for row in db.execute(query)]
 
+    def demanded(self) -> list[str]:
+        """Versions that came first on demand, oldest first."""
+        query = "SELECT version FROM versions WHERE json_extract(source, '$.on_demand') ORDER BY created_at"
+        with self._transaction(write=False) as db:
+            return [row[0] for row in db.execute(query)]
+
     def delete_version(self, version: str) -> None:
         """Forget a version. Raises `AdapterNotFound`, or `AdapterInUse` while a name points at it."""
         with self._transaction() as db:

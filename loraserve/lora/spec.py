@@ -317,6 +317,7 @@ class AdapterSource:
     commit: str | None = None
     subfolder: str | None = None
     chat_template: str | None = None  # sha256 of the adapter's own template, None if chats use the base's
+    on_demand: bool = False  # a request named it; nobody registered it
 
 
 class KindReport(NamedTuple):

@@ -18,17 +18,19 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 from loraserve.errors import AdapterFault, AdapterNotFound, AdapterRefused
 from loraserve.lora.adapter_files import read_adapter_files
-from loraserve.lora.chat_template import TemplateFolder
+from loraserve.lora.chat_template import TemplateFolder, digest_of, read_chat_template
 from loraserve.lora.files import AdapterFolder, read_chunks
 from loraserve.lora.format import parse_adapter
 from loraserve.lora.names import parse_name
 from loraserve.lora.records import Visibility
 from loraserve.lora.registry import Alias, NameVersion, Registry, VersionRecord, VersionUse
+from loraserve.lora.sources import FetchedFolder
 from loraserve.lora.spec import AdapterSource, BaseGeometry, LoadReport
 from loraserve.lora.version import content_version
 from loraserve.lora.workspace import (
@@ -64,8 +66,12 @@ class AdapterStore:
             with exclusive(self._lock_file):
                 self._registry = Registry(data_dir / "registry.sqlite3")
                 self._workspace = Workspace(data_dir / "tmp")
-                self._workspace.sweep()
+                alone = self._workspace.sweep()
                 self.templates = TemplateFolder(data_dir / "templates", self._workspace)
+                # What requests made a former process fetch is known to nobody any more.
+                left = self._registry.demanded() if alone else []
+                if left:
+                    self._registry.delete_unneeded(left)
                 orphans = self._take_orphans()
                 self._seen = self._registry.data_version()
             for orphan in orphans:
@@ -111,13 +117,38 @@ class AdapterStore:
             spec = parse_adapter(copy, geometry, max_rank)
             version = content_version(spec, copy)
             record = VersionRecord(version, source, LoadReport.of(spec, version), files, time.time())
+            # Outside of the lock, as it reads all bytes: damaged files are replaced by the copy.
+            damaged = self._registry.knows(version) and not self.verify(version)
             with storage_errors("keeping an adapter"), exclusive(self._lock_file):
-                kept = self._kept_files(version)
+                kept = None if damaged else self._kept_files(version)
                 if kept is None:
                     self._move_in(copy, version)
                 return self._registry.add_version(record if kept is None else _with_files(record, kept))
         finally:
             shutil.rmtree(copy, ignore_errors=True)
+
+    def keep(
+        self,
+        fetched: FetchedFolder,
+        geometry: BaseGeometry | None,
+        max_rank: int,
+        progress: Progress = _no_progress,
+        *,
+        max_bytes: int | None = None,
+        chat_templates: bool = True,
+    ) -> tuple[VersionRecord, AdapterSource]:
+        """`ingest` what a source brought, with its chat template; returns the source that names the template.
+
+        Raises as `ingest`.
+        """
+        template = read_chat_template(fetched.folder) if chat_templates else None
+        source = fetched.source
+        if template is not None:
+            source = replace(source, chat_template=digest_of(template))
+        record = self.ingest(fetched.folder, source, geometry, max_rank, progress, max_bytes=max_bytes)
+        if template is not None:  # a refused adapter leaves nothing
+            self.templates.keep(template)
+        return record, source
 
     def folder(self, version: str) -> Path:
         """Where a version's files lie. Raises `AdapterNotFound`; `AdapterRefused` if someone took the files away."""
@@ -143,6 +174,10 @@ class AdapterStore:
     def version(self, version: str) -> VersionRecord:
         """The record of a version. Raises `AdapterNotFound`."""
         return self._registry.version(version)
+
+    def knows(self, version: str) -> bool:
+        """Whether a version is stored."""
+        return self._registry.knows(version)
 
     def versions(self) -> list[VersionRecord]:
         """All versions, oldest first."""

@@ -74,8 +74,9 @@ class Workspace:
         self.folder = root / name
         self.folder.mkdir()
 
-    def sweep(self) -> None:
-        """Delete the workspaces of processes that are gone."""
+    def sweep(self) -> bool:
+        """Delete the workspaces of processes that are gone; returns whether no other process lives."""
+        alone = True
         for lock_file in self._root.glob("*.lock"):
             if lock_file == self._lock_file:
                 continue
@@ -83,6 +84,7 @@ class Workspace:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                alone = False
                 continue
             finally:
                 os.close(lock)
@@ -91,6 +93,7 @@ class Workspace:
         for folder in self._root.iterdir():  # what an earlier sweep or close could not delete
             if folder.is_dir() and not folder.with_suffix(".lock").exists():
                 shutil.rmtree(folder, ignore_errors=True)
+        return alone
 
     def new_path(self) -> Path:
         """A path in the workspace that does not exist."""

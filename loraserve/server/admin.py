@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from loraserve.engine.messages import AdapterStatus
-from loraserve.errors import EngineDead, EngineNotReady, InvalidRequest
+from loraserve.errors import EngineDead, EngineNotReady, InvalidRequest, LoraserveError
 from loraserve.lora.spec import MODULE_PATHS, AdapterSource
 from loraserve.server.entries import Entry, LoadOrder
 from loraserve.server.fields import check_fields
@@ -49,7 +49,7 @@ def admin_router(state: ServerState) -> APIRouter:
         order = _order(body, request.scope["tenant"])
         wait = body.wait is None or body.wait
         entry = await state.directory.load(order, wait=wait)
-        info = describe(entry, await _statuses(state))
+        info = await _describe(state, entry)
         return JSONResponse(info.model_dump(), status_code=200 if wait else 202)
 
     @router.post("/unload", summary="Unload an adapter")
@@ -72,7 +72,7 @@ def admin_router(state: ServerState) -> APIRouter:
         if body.to is not None and re.fullmatch(r"[0-9a-f]{4,64}", body.to, re.ASCII) is None:
             raise InvalidRequest("to must be 4 to 64 lower-case hex digits of a version", param="to")
         entry = await state.directory.roll_back(body.name, body.to)
-        return describe(entry, await _statuses(state))
+        return await _describe(state, entry)
 
     @router.post("/pin", summary="Pin or unpin an adapter")
     async def pin(body: PinRequest) -> AdapterInfo:
@@ -80,7 +80,7 @@ def admin_router(state: ServerState) -> APIRouter:
         state.require_ready()
         check_fields(body, {})
         entry = await state.directory.pin(body.name, body.pinned is None or body.pinned)
-        return describe(entry, await _statuses(state))
+        return await _describe(state, entry)
 
     @router.post("/prefetch", summary="Bring an adapter nearer")
     async def prefetch(body: PrefetchRequest) -> AdapterInfo:
@@ -88,13 +88,14 @@ def admin_router(state: ServerState) -> APIRouter:
         state.require_ready()
         check_fields(body, {})
         entry = await state.directory.prefetch(body.name, body.to or "device")
-        return describe(entry, await _statuses(state))
+        return await _describe(state, entry)
 
     @router.get("", summary="List adapters")
     async def list_adapters() -> AdapterList:
         """Every registered name, and names whose load is under way or failed within the last ten minutes."""
         statuses = await _statuses(state)
-        return AdapterList(data=[describe(entry, statuses) for entry in state.directory.entries()])
+        entries = state.directory.entries()
+        return AdapterList(data=[describe(entry, statuses, state.directory.failure_of(entry)) for entry in entries])
 
     # Hub names have a slash.
     @router.get("/{name:path}/versions", summary="List an adapter's versions")
@@ -116,16 +117,21 @@ def admin_router(state: ServerState) -> APIRouter:
     @router.get("/{name:path}", summary="Describe an adapter")
     async def get_adapter(name: str) -> AdapterInfo:
         """All that is known of one name."""
-        return describe(state.directory.entry(name), await _statuses(state))
+        return await _describe(state, state.directory.entry(name))
 
     return router
 
 
-def describe(entry: Entry, statuses: Mapping[str, AdapterStatus]) -> AdapterInfo:
+async def _describe(state: ServerState, entry: Entry) -> AdapterInfo:
+    statuses = await _statuses(state)
+    return describe(entry, statuses, state.directory.failure_of(entry))
+
+
+def describe(entry: Entry, statuses: Mapping[str, AdapterStatus], failure: LoraserveError | None) -> AdapterInfo:
     """What clients see of a name. While a replacement is fetched, the rest still tells what is being served."""
-    served, failure = entry.served, entry.failure
+    served = entry.served
     status = None if served is None else statuses.get(served.version)
-    error = None if failure is None else CodeAndMessage(code=failure.error.code, message=failure.error.message)
+    error = None if failure is None else CodeAndMessage(code=failure.code, message=failure.message)
     if error is None and status is not None and status.error is not None:
         error = CodeAndMessage(code=status.error.code, message=status.error.message)
     progress = None

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
-from loraserve.errors import AdapterError, AdapterInUse, AdapterNotFound, LoraserveError, NameReserved
+from loraserve.errors import AdapterInUse, AdapterNotFound, LoraserveError, NameReserved
 from loraserve.server.entries import LoadOrder
 from loraserve.server.fields import check_fields
 from loraserve.server.ports import AdapterPlace
@@ -27,6 +27,8 @@ from loraserve.server.strict_body import StrictRoute
 
 DOORS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"})
 """Paths that change adapters, so they are the admin key's."""
+
+_NOT_THERE = frozenset({"not_an_adapter", "repo_not_found", "subfolder_not_found"})
 
 
 def vllm_router(state: ServerState) -> APIRouter:
@@ -43,10 +45,14 @@ def vllm_router(state: ServerState) -> APIRouter:
             return _vllm_error("Both 'lora_name' and 'lora_path' must be provided.", "InvalidUserInput", 400)
         inplace = bool(body.load_inplace)
         if state.directory.find(name) is not None and not inplace:
-            return _vllm_error(f"The lora adapter '{name}' has already been loaded.", "InvalidUserInput", 400)
+            hint = "If you want to load the adapter in place, set 'load_inplace' to True."
+            return _vllm_error(f"The lora adapter '{name}' has already been loaded. {hint}", "InvalidUserInput", 400)
         try:
             await state.directory.load(LoadOrder(name=name, place=_place(state, body.lora_path), replace=inplace))
         except LoraserveError as error:
+            if error.code in _NOT_THERE:
+                missing = f"Loading lora {name} failed: No adapter found for {body.lora_path}"
+                return _vllm_error(missing, "NotFoundError", 404)
             return _vllm_failure(error)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
@@ -56,7 +62,8 @@ def vllm_router(state: ServerState) -> APIRouter:
         check_fields(body, {})
         name = body.lora_name
         if not name:
-            return _vllm_error("either 'lora_name' and 'lora_int_id' needs to be provided.", "InvalidUserInput", 400)
+            problem = "'lora_name' needs to be provided to unload a LoRA adapter."
+            return _vllm_error(problem, "InvalidUserInput", 400)
         try:
             await state.directory.unload(name, wait=False)
         except AdapterNotFound:
@@ -82,7 +89,7 @@ def sglang_router(state: ServerState) -> APIRouter:
         try:
             place = _place(state, body.lora_path)
             await state.directory.load(LoadOrder(name=body.lora_name, place=place, pin=bool(body.pinned)))
-        except AdapterError as error:
+        except LoraserveError as error:
             return _sglang(state, error.message)
         return _sglang(state, None)
 
@@ -92,7 +99,7 @@ def sglang_router(state: ServerState) -> APIRouter:
         check_fields(body, {"lora_id": ()})
         try:
             await state.directory.unload(body.lora_name)
-        except AdapterError as error:
+        except LoraserveError as error:
             return _sglang(state, error.message)
         return _sglang(state, None)
 

@@ -17,6 +17,7 @@ from loraserve.errors import (
 )
 from loraserve.lora.history import NameVersion
 from loraserve.lora.names import check_name
+from loraserve.server.arrival import Arrivals
 from loraserve.server.background import Background
 from loraserve.server.caller import Caller
 from loraserve.server.engine_versions import EngineVersions
@@ -61,10 +62,10 @@ class AdapterDirectory:
         self._clock = clock
         self._wall = wall
         self._entries: dict[str, Entry] = {}
-        self._versions = EngineVersions(engine)
+        self._versions = EngineVersions(engine, clock)
         self._background = Background()
         self._spawn = self._background.spawn
-        self._imports = asyncio.Semaphore(MAX_IMPORTS)
+        self._arrivals = Arrivals(library, self._versions, MAX_IMPORTS)
         self._older = OlderVersions(library, self._versions, self._leave)
         self._registry = RegistrySync(library, self._entries, base_name, self._serve, self._leave, self._older.take)
         self._on_demand = OnDemand(
@@ -102,6 +103,12 @@ class AdapterDirectory:
         found = [entry.served for entry in alive if entry.served is not None]
         return found if tenant is None else [served for served in found if served.is_visible_to(tenant)]
 
+    def failure_of(self, entry: Entry) -> LoraserveError | None:
+        """Why a name's last load failed, or why the engine does not take what it serves."""
+        if entry.failure is not None:
+            return entry.failure.error
+        return None if entry.served is None else self._versions.failure(entry.served.version)
+
     def find(self, name: str) -> ServedAdapter | None:
         """What a name serves now, if anything."""
         entry = self._entries.get(name)
@@ -116,7 +123,7 @@ class AdapterDirectory:
                 return found
         if ref.revision is not None:
             raise AdapterNotFound(f"no source has {ref.name!r} at revision {ref.revision[:200]!r}", param=param)
-        if entry is None or not self._is_alive(entry) or not _may_see(entry, caller.tenant):
+        if entry is None or not self._is_alive(entry) or not entry.is_visible_to(caller.tenant):
             raise AdapterNotFound(f"no adapter is registered as {ref.name!r}", param=param)
         if entry.served is None:
             if entry.flight is not None:
@@ -145,7 +152,7 @@ class AdapterDirectory:
             if ref.revision is not None or entry is None or not self._is_alive(entry):
                 cold |= await self._on_demand.prepare(ref, caller)
                 continue
-            served = None if entry is None or not _may_see(entry, caller.tenant) else entry.served
+            served = None if entry is None or not entry.is_visible_to(caller.tenant) else entry.served
             if served is not None and not served.version.startswith(ref.prefix or ""):
                 served = await self._older.prepare(served, ref.prefix or "")
             if served is not None and not self._versions.has(served.version):
@@ -153,14 +160,17 @@ class AdapterDirectory:
                 await self.warm(served)
         return cold
 
-    async def warm(self, served: ServedAdapter, *, to: str | None = None, idle_s: float = 0.0) -> None:
-        """Have the engine know an adapter that came from the registry. Raises what the engine says of it.
+    async def warm(
+        self, served: ServedAdapter, *, to: str | None = None, idle_s: float = 0.0, at_once: bool = False
+    ) -> None:
+        """Have the engine know an adapter that came from the registry. Raises what the engine says (or said) of it.
 
-        It is also brought `to` host or device, as far as there is room; it was used last `idle_s` seconds ago.
+        It is also brought `to` host or device, as far as there is room; it was used last `idle_s` seconds ago. What the
+        engine refused waits for its back-off, unless the call is to go ahead `at_once`.
         """
         self._versions.use(served.version)
         try:
-            await self._versions.ensure(served.stored)
+            await self._versions.ensure(served.stored, at_once=at_once)
             if to is not None:
                 await self._engine.prefetch_adapter(served.version, to == "device", idle_s)
         finally:
@@ -195,13 +205,7 @@ class AdapterDirectory:
     async def _fly(self, entry: Entry, flight: Flight) -> None:
         order = flight.order
         try:
-            async with self._imports:
-                stored = await asyncio.to_thread(self._library.add, order.place, flight.progress)
-            self._versions.use(stored.version)
-            try:
-                await self._install(entry, order, stored)
-            finally:
-                await self._versions.release(stored)
+            await self._arrivals.bring(order.place, flight.progress, lambda stored: self._install(entry, order, stored))
         except LoraserveError as error:
             self._note_failure(entry, flight, error)
             raise
@@ -227,7 +231,7 @@ class AdapterDirectory:
                 f"{order.name!r} is taken by version {before.version[:12]}; replace it with replace: true", param="name"
             )
         pinned = order.pin or (before is not None and before.pinned)
-        await self._versions.ensure(stored, pin=pinned)
+        await self._versions.ensure(stored, pin=pinned, at_once=True)
         async with self._registry.changing:
             found = await asyncio.to_thread(
                 self._library.point,
@@ -280,7 +284,8 @@ class AdapterDirectory:
             stored = await asyncio.to_thread(self._library.rollback_target, entry.name, to)
             self._versions.use(stored.version)
             try:
-                await self._versions.ensure(stored, pin=entry.served is not None and entry.served.pinned)
+                pinned = entry.served is not None and entry.served.pinned
+                await self._versions.ensure(stored, pin=pinned, at_once=True)
                 async with self._registry.changing:
                     self._serve(entry, await asyncio.to_thread(self._library.roll_back, entry.name, to))
             finally:
@@ -297,16 +302,19 @@ class AdapterDirectory:
     async def pin(self, name: str, pinned: bool) -> Entry:
         """Keep a name's adapter on the device, or let it go when room is needed. Raises as `unload`."""
         entry, served = self._settled_and_served(name)
+        if pinned:
+            await self.warm(served, at_once=True)  # what the engine refuses is not pinned
         async with self._registry.changing:
             await asyncio.to_thread(self._library.set_pinned, name, pinned)
             served.pinned = pinned
-        await self.warm(served)
+        if self._versions.has(served.version):
+            await self.warm(served)
         return entry
 
     async def prefetch(self, name: str, to: str) -> Entry:
         """Stage a name's adapter on the host, and start to bring it to the device. Raises as `pin`."""
         entry, served = self._settled_and_served(name)
-        await self.warm(served, to=to)
+        await self.warm(served, to=to, at_once=True)
         return entry
 
     # -- unload ---------------------------------------------------------------------------------------------------
@@ -344,9 +352,7 @@ class AdapterDirectory:
     async def _finish_unload(self, going: list[ServedAdapter], deadline_s: float, purge: list[str]) -> int:
         aborted = sum(await asyncio.gather(*(self._retire(served, deadline_s) for served in going)))
         logger.info("adapter %s unloaded (%d requests aborted)", going[0].name, aborted)
-        unused = [version for version in purge if not self._versions.is_used(version)]
-        if unused:
-            await asyncio.to_thread(self._library.purge, unused)
+        await self._arrivals.purge(purge)
         return aborted
 
     def _settled(self, name: str) -> Entry:
@@ -380,17 +386,13 @@ class AdapterDirectory:
         """Take over what the registry says; see `RegistrySync.sync`."""
         return await self._registry.sync()
 
-    # -- small ----------------------------------------------------------------------------------------------------
-
     async def close(self) -> None:
         """End what is under way, at the end of the server."""
         await self._background.close()
+        self._arrivals.close()
+        self._on_demand.close()
 
     def _is_alive(self, entry: Entry) -> bool:
         if entry.failure is not None and self._clock() - entry.failure.at >= KEEP_FAILURE_S:
             entry.failure = None
         return entry.served is not None or entry.flight is not None or entry.failure is not None
-
-
-def _may_see(entry: Entry, tenant: str) -> bool:
-    return entry.served is None or entry.served.is_visible_to(tenant)

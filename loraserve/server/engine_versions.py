@@ -4,22 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from loraserve.errors import EngineDead, EngineNotReady
+from loraserve.errors import AdapterFailed, AdapterRefused, EngineDead, EngineNotReady, LoraserveError
 from loraserve.server.inflight import ServedAdapter
 from loraserve.server.ports import EnginePort, StoredAdapter
+
+FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
+
+
+@dataclass(slots=True)
+class Refused:
+    """What the engine said of a version that it would not take, and when it is asked again (monotonic seconds)."""
+
+    error: LoraserveError
+    times: int
+    retry_at: float
 
 
 class EngineVersions:
     """Counts the users of each version (names, draining requests, loads); the last one frees it in the engine.
 
     A version that is used need not be in the engine: names that come from the registry are installed when they are
-    first needed. All methods belong to one event loop.
+    first needed. One that the engine refused is tried again by requests after a back-off only: 1 s, doubling to 60 s.
+    All methods belong to one event loop.
     """
 
-    def __init__(self, engine: EnginePort) -> None:
+    def __init__(self, engine: EnginePort, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
+        self._clock = clock
+        self._refused: dict[str, Refused] = {}
         self._uses: Counter[str] = Counter()
         self._served_by: dict[str, set[ServedAdapter]] = {}
         self._installed: dict[str, bool] = {}  # versions that the engine has → whether pinned there
@@ -47,14 +64,35 @@ class EngineVersions:
         self._served_by[served.version].discard(served)
         await self.release(served.stored)
 
-    async def ensure(self, stored: StoredAdapter, *, pin: bool = False) -> None:
-        """Have the engine know a version, pinned if any of its names is. The caller must use it meanwhile."""
+    def failure(self, version: str) -> LoraserveError | None:
+        """Why the engine does not have a version that it was asked to take; None if it was not asked or has it."""
+        refused = self._refused.get(version)
+        return None if refused is None else refused.error
+
+    async def ensure(self, stored: StoredAdapter, *, pin: bool = False, at_once: bool = False) -> None:
+        """Have the engine know a version, pinned if any of its names is. The caller must use it meanwhile.
+
+        Raises what the engine says of it; until the back-off has passed (or the call is to go ahead `at_once`) what
+        it said last.
+        """
         version = stored.version
         async with self._lock(version):
             pinned = pin or self._is_pinned(version)
-            if self._installed.get(version) != pinned:
+            if self._installed.get(version) == pinned:
+                return
+            refused = self._refused.get(version)
+            if refused is not None and not at_once and self._clock() < refused.retry_at:
+                # Raised many times: without this it would keep the frames of every request that saw it.
+                raise refused.error.with_traceback(None)
+            try:
                 await self._engine.load_adapter(version, str(stored.folder), pinned)
-                self._installed[version] = pinned
+            except (AdapterRefused, AdapterFailed) as error:
+                times = 0 if refused is None else refused.times
+                wait = min(FIRST_RETRY_S * 2**times, LONGEST_RETRY_S)
+                self._refused[version] = Refused(error, min(times + 1, 16), self._clock() + wait)
+                raise
+            self._refused.pop(version, None)
+            self._installed[version] = pinned
 
     async def release(self, stored: StoredAdapter) -> None:
         """One user less: the last one frees the version in the engine, the last pinned one unpins it."""
@@ -72,6 +110,7 @@ class EngineVersions:
                     await self._engine.drop_adapter(version, force=True)
         if self._uses[version] <= 0:
             del self._uses[version]
+            self._refused.pop(version, None)
             self._served_by.pop(version, None)
             self._locks.pop(version, None)
 

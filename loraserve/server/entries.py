@@ -56,6 +56,10 @@ class Entry:
     flight: Flight | None = None
     failure: Failure | None = None
 
+    def is_visible_to(self, tenant: str) -> bool:
+        """Whether a tenant may know what the name serves."""
+        return self.served is None or self.served.is_visible_to(tenant)
+
 
 class Unloaded(NamedTuple):
     """Result of an unload: how many running requests ended by themselves, and how many were ended."""

@@ -30,7 +30,7 @@ class ResolvedUse(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: its ids, its text as echoed, where each id's text begins, its adapters, and what reads its ids."""
+    """One prompt: its ids, its text and where each id's text begins (to echo it), its adapters, what reads its ids."""
 
     index: int
     ids: list[int]

@@ -12,38 +12,23 @@ from typing import NamedTuple
 from starlette.requests import Request
 
 from loraserve.engine.messages import AddRequest
-from loraserve.errors import (
-    ContextLengthExceeded,
-    InvalidRequest,
-    InvalidToken,
-)
-from loraserve.sampling import MAX_SEED, SamplingParams
+from loraserve.errors import InvalidRequest, InvalidToken
+from loraserve.sampling import MAX_SEED, SamplingParams, check_stops
 from loraserve.scheduler.request import AdapterUse
 from loraserve.server.adapter_texts import num_new_tokens
 from loraserve.server.caller import Caller
 from loraserve.server.fields import STREAM_NEUTRAL, check_fields
 from loraserve.server.generation import Generation, Job, Prompt, ResolvedUse
+from loraserve.server.limits import Limits, room_for
 from loraserve.server.lora_field import Blend, combine
 from loraserve.server.protocol import GenerationBody
 from loraserve.server.state import ServerState
-from loraserve.server.text import Text
 
 MAX_CHOICES = 1024
 MAX_N = 128
 MAX_SALT = 256
-# Tokenizing takes time by the character and cannot be interrupted; this is far beyond what one token stands for.
-UNSURE_CHARS = 256
 MAX_TIMEOUT_S = 86_400.0
 MAX_PRIORITY = 2**31 - 1
-
-
-class Limits(NamedTuple):
-    """How many tokens a choice may get: as asked, or what there is room for."""
-
-    asked: int | None
-    default: int | None  # None: up to the end of the context
-    param: str = "max_tokens"
-    prompt_param: str = "prompt"
 
 
 class Logprobs(NamedTuple):
@@ -80,6 +65,7 @@ def check_shared(body: GenerationBody, caller: Caller) -> SharedFields:
         raise InvalidRequest(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:g}", param="timeout_s")
     if body.cache_salt is not None and not 1 <= len(body.cache_salt) <= MAX_SALT:
         raise InvalidRequest(f"cache_salt must have 1 to {MAX_SALT} characters", param="cache_salt")
+    check_stops(_stops(body), body.stop_token_ids or ())  # before any work that grows with them
     stream = bool(body.stream)
     if body.stream_options is not None:
         if not stream:
@@ -144,7 +130,6 @@ def check_tokens(ids: Sequence[object], vocab_size: int, param: str = "prompt") 
 
 def sampling_params(body: GenerationBody, max_tokens: int, logprobs: Logprobs) -> SamplingParams:
     """The sampler's view of a body; null is a field's default. Raises `InvalidRequest`."""
-    stop = [body.stop] if isinstance(body.stop, str) else body.stop
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=1.0 if body.temperature is None else body.temperature,
@@ -152,45 +137,11 @@ def sampling_params(body: GenerationBody, max_tokens: int, logprobs: Logprobs) -
         top_k=0 if body.top_k is None else body.top_k,
         min_p=0.0 if body.min_p is None else body.min_p,
         seed=body.seed,
-        stop=tuple(stop or ()),
+        stop=tuple(_stops(body)),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs.output,
         prompt_logprobs=logprobs.prompt,
-    )
-
-
-def room_for(limits: Limits, num_prompt: int, max_total: int, *, echo: bool = False) -> int:
-    """Tokens to generate. Raises `ContextLengthExceeded` with the numbers."""
-    asked = limits.asked
-    if asked is not None and (asked < 0 or (asked == 0 and not echo)):
-        raise InvalidRequest(f"{limits.param} must be at least {0 if echo else 1}, got {asked}", param=limits.param)
-    wanted = 1 if asked is None else asked
-    if num_prompt + wanted > max_total:
-        answer = "at least 1 for the answer" if asked is None else f"{asked} of {limits.param}"
-        raise ContextLengthExceeded(
-            f"this server takes at most {max_total} tokens, but the prompt has {num_prompt} and {answer} "
-            f"make {num_prompt + wanted}",
-            param=limits.prompt_param if num_prompt >= max_total else limits.param,
-        )
-    if asked is not None:
-        return asked
-    room = max_total - num_prompt
-    return room if limits.default is None else min(limits.default, room)
-
-
-def check_length(state: ServerState, limits: Limits, text: str, tokenizer: Text) -> None:
-    """Refuse a text that cannot fit, before it is tokenized. Raises `ContextLengthExceeded` with the numbers."""
-    least, most = tokenizer.least_tokens(text), state.max_tokens
-    if least >= most:
-        why = f"which are at least {least} tokens"
-    elif not least and len(text) > most * UNSURE_CHARS:
-        why = f"more than the {UNSURE_CHARS} for each of them that are read at all"
-    else:
-        return
-    raise ContextLengthExceeded(
-        f"this server takes at most {most} tokens, but the prompt has {len(text)} characters, {why}",
-        param=limits.prompt_param,
     )
 
 
@@ -237,6 +188,10 @@ def make_generation(
             hold = state.inflight.acquire(request.id, [use.adapter for use in prompt.uses])
             jobs.append(Job(index, prompt, request, hold, echo))
     return Generation(state.engine, state.inflight, state.meter, jobs, shared.started, cold)
+
+
+def _stops(body: GenerationBody) -> list[str]:
+    return [body.stop] if isinstance(body.stop, str) else body.stop or []
 
 
 def new_id(prefix: str, request: Request) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Protocol
 
 from loraserve.errors import HubError
-from loraserve.lora.chat_template import digest_of, read_chat_template
 from loraserve.lora.history import NameVersion
 from loraserve.lora.hub import HubRepo, check_access, fetch_hub, is_offline
 from loraserve.lora.names import AdapterName
@@ -44,6 +43,7 @@ class Names(Protocol):
     def delete_unneeded(self, versions: Iterable[str]) -> list[str]: ...
     def versions_now(self, name: str) -> list[NameVersion]: ...
     def version(self, version: str) -> VersionRecord: ...
+    def knows(self, version: str) -> bool: ...
     def registered(self) -> list[tuple[Alias, VersionRecord]]: ...
     def note_use(self, last_used: Mapping[str, float], tiers: Mapping[str, str] | None = None) -> None: ...
     def num_bytes(self) -> int: ...
@@ -100,6 +100,10 @@ class NameBook:
     def purge(self, versions: Iterable[str]) -> None:
         """See `AdapterLibrary`."""
         self._names.delete_unneeded(versions)
+
+    def has(self, version: str) -> bool:
+        """See `AdapterLibrary`."""
+        return self._names.knows(version)
 
     def versions(self, name: str) -> list[NameVersion]:
         """See `AdapterLibrary`."""
@@ -164,18 +168,19 @@ class StoreLibrary(NameBook):
         geometry = self._geometry()
         with self._store.scratch() as scratch:
             fetched = self._fetch(place, progress, scratch)
-            template = read_chat_template(fetched.folder) if self._chat_templates else None
-            if template is not None:
-                fetched = fetched._replace(source=replace(fetched.source, chat_template=digest_of(template)))
+            fetched = fetched._replace(source=replace(fetched.source, on_demand=place.on_demand))
             # What was fetched has been counted already; copying it into the store must not count it again.
-            copying = progress if fetched.source.kind == "local" else _silent
-            record = self._store.ingest(
-                fetched.folder, fetched.source, geometry, self._max_rank, copying, max_bytes=place.max_bytes
+            record, source = self._store.keep(
+                fetched,
+                geometry,
+                self._max_rank,
+                progress if fetched.source.kind == "local" else _silent,
+                max_bytes=place.max_bytes,
+                chat_templates=self._chat_templates,
             )
-        if template is not None:  # a refused adapter leaves nothing
-            self._store.templates.keep(template)
-        folder = self._store.folder(record.version)
-        return StoredAdapter(record.version, folder, record.report, fetched.source, fetched.restricted)
+        # Not looked up: a purge may have been faster, which whoever uses it next finds out.
+        folder = self._store.place(record.version)
+        return StoredAdapter(record.version, folder, record.report, source, fetched.restricted)
 
     def chat_template(self, digest: str) -> str:
         """A template that was kept with an adapter. Raises `StorageFailed`."""
@@ -206,7 +211,9 @@ class StoreLibrary(NameBook):
         repo = HubRepo(place.repo, place.revision, place.subfolder)
         if place.on_demand and is_offline():
             raise HubError(f"{place.repo} cannot be fetched on demand: the Hub may not be asked (HF_HUB_OFFLINE)")
-        return fetch_hub(repo, token=place.token, progress=progress, max_bytes=limit)
+        # What requests make the server fetch is bounded in the store, so it must not pile up in the Hub cache instead.
+        cache = scratch if place.on_demand else None
+        return fetch_hub(repo, token=place.token, cache_dir=cache, progress=progress, max_bytes=limit)
 
 
 def _silent(done: int, total: int) -> None:

@@ -58,6 +58,10 @@ class Envelope:
             await self._answer(scope, receive, tracked)
         except ClientGone:
             logger.info("request %s: the client went away", request_id)
+        except asyncio.CancelledError:
+            # The server ends and this client was too slow. This is where the task ends, too: passed on, it would only
+            # be logged as a failure.
+            logger.info("request %s: cut off, the server ends", request_id)
         except Exception:
             logger.exception("request %s failed", request_id)
             if status == CLIENT_GONE:

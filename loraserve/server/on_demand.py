@@ -17,17 +17,18 @@ from typing import Any, NamedTuple
 
 from loraserve.errors import AdapterNotFound, LoraserveError, Overloaded
 from loraserve.lora.records import Visibility
+from loraserve.server.arrival import Arrivals
 from loraserve.server.caller import Caller
 from loraserve.server.engine_versions import EngineVersions
 from loraserve.server.entries import Unloaded
 from loraserve.server.inflight import ServedAdapter
 from loraserve.server.lora_field import AdapterRef
-from loraserve.server.ports import AdapterLibrary, AdapterPlace
+from loraserve.server.ports import AdapterLibrary, AdapterPlace, StoredAdapter
 from loraserve.server.sources import AdapterSources, find_place
 
 logger = logging.getLogger(__name__)
 
-MAX_FETCHING = 64
+MAX_FETCHING, MAX_AT_ONCE = 64, 4
 ALLOWED_S = 60.0
 # Between the check and the use of a permission a long prompt may be tokenized.
 ALLOWED_GRACE_S = 60.0
@@ -76,7 +77,6 @@ class OnDemand:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._sources = sources
-        self._library = library
         self._versions = versions
         self._spawn = spawn
         self._retire = retire
@@ -85,7 +85,9 @@ class OnDemand:
         self._clock = clock
         self._wall = wall
         self._known: dict[Key, Demanded] = {}
-        self._fetches = asyncio.Semaphore(4)
+        self._arrivals = Arrivals(library, versions, MAX_AT_ONCE)
+        # Of their own: who has an adapter must not wait for others' fetches.
+        self._checks = Arrivals(library, versions, MAX_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def served(self) -> list[ServedAdapter]:
@@ -148,13 +150,19 @@ class OnDemand:
         aborted = sum(await asyncio.shield(asyncio.gather(*rests))) if wait else 0
         return Unloaded(name, served[0].version if served else None, running - aborted if wait else 0, aborted)
 
+    def close(self) -> None:
+        """Begin nothing more."""
+        self._arrivals.close()
+        self._checks.close()
+
     # -- inside ---------------------------------------------------------------------------------------------------
 
     async def _obtain(self, entry: Demanded, place: AdapterPlace, who: str) -> None:
         while entry.served is None or (entry.restricted and not self._is_allowed(entry, who)):
             refusal = entry.refused.get(who)
             if refusal is not None and self._clock() < refusal.until:
-                raise refusal.error
+                # Raised many times: without this it would keep the frames of every request that saw it.
+                raise refusal.error.with_traceback(None)
             if entry.task is None:
                 if len(self._tasks) >= MAX_FETCHING:
                     raise Overloaded("too many adapters are being fetched; try again later")
@@ -174,34 +182,29 @@ class OnDemand:
 
     async def _fetch(self, entry: Demanded, place: AdapterPlace, who: str) -> None:
         try:
-            async with self._fetches:
-                stored = await asyncio.to_thread(self._library.add, place, lambda done, total: None)
-            self._versions.use(stored.version)
-            try:
-                await self._versions.ensure(stored)
-                name = entry.key[0]
-                visibility: Visibility = "private" if stored.restricted else "public"
-                served = ServedAdapter(name, stored, False, self._wall(), visibility=visibility)
-                entry.restricted = stored.restricted
-                entry.allowed[who] = self._clock()
-                if self._known.get(entry.key) is entry:
-                    self._versions.bind(served)
-                    entry.served = served
-                    logger.info("adapter %s was fetched on demand: version %s", name, stored.version[:12])
-                else:
-                    raise AdapterNotFound(f"adapter {name!r} was unloaded while it was fetched", param="lora")
-            finally:
-                await self._versions.release(stored)
+            await self._arrivals.bring(place, lambda done, total: None, lambda stored: self._keep(entry, stored, who))
             await self._make_room()
         except Exception as error:
             raise self._refuse(entry, who, error) from error
         finally:
             entry.task = None
 
+    async def _keep(self, entry: Demanded, stored: StoredAdapter, who: str) -> None:
+        await self._versions.ensure(stored, at_once=True)
+        name = entry.key[0]
+        if self._known.get(entry.key) is not entry:
+            raise AdapterNotFound(f"adapter {name!r} was unloaded while it was fetched", param="lora")
+        visibility: Visibility = "private" if stored.restricted else "public"
+        served = ServedAdapter(name, stored, False, self._wall(), visibility=visibility)
+        entry.restricted = stored.restricted
+        entry.allowed[who] = self._clock()
+        self._versions.bind(served)
+        entry.served = served
+        logger.info("adapter %s was fetched on demand: version %s", name, stored.version[:12])
+
     async def _check(self, entry: Demanded, place: AdapterPlace, who: str) -> None:
         try:
-            async with self._fetches:
-                await asyncio.to_thread(self._library.check_access, place)
+            await self._checks.check_access(place)
             entry.allowed[who] = self._clock()
             if len(entry.allowed) > MAX_REMEMBERED:
                 del entry.allowed[min(entry.allowed, key=lambda digest: entry.allowed[digest])]

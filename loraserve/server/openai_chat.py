@@ -18,16 +18,15 @@ from loraserve.server.chat_messages import check_messages
 from loraserve.server.fields import CHAT_NEUTRAL, check_best_of, check_fields
 from loraserve.server.generation import Delta, Generation, Job, Prompt
 from loraserve.server.intake import (
-    Limits,
     Logprobs,
     SharedFields,
-    check_length,
     check_shared,
     make_generation,
     new_id,
     resolve_adapters,
     same_versions,
 )
+from loraserve.server.limits import Limits, check_length
 from loraserve.server.logprobs import chat_logprobs
 from loraserve.server.lora_field import parse_lora_field
 from loraserve.server.protocol import ChatRequest
@@ -108,7 +107,7 @@ async def _prepare(
         go_on = bool(body.continue_final_message)
         text = await render_prompt(state, body.messages, body.add_generation_prompt, go_on, template)
         tokenizer = await state.text_for(uses)
-        check_length(state, limits, text, tokenizer)
+        check_length(text, tokenizer, limits, state.max_tokens)
         ids = (await state.encode(tokenizer, text, special=False)).ids
         if not ids:
             raise InvalidRequest("the chat template makes an empty prompt of these messages", param="messages")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -16,18 +17,16 @@ from loraserve.server.fields import COMPLETION_NEUTRAL, check_best_of, check_fie
 from loraserve.server.generation import Delta, Generation, Job, Prompt, ResolvedUse
 from loraserve.server.intake import (
     MAX_CHOICES,
-    Limits,
     Logprobs,
     SharedFields,
-    check_length,
     check_shared,
     check_tokens,
     make_generation,
     new_id,
     resolve_adapters,
-    room_for,
     same_versions,
 )
+from loraserve.server.limits import Limits, check_length, room_for
 from loraserve.server.logprobs import completion_logprobs
 from loraserve.server.lora_field import parse_lora_field
 from loraserve.server.protocol import CompletionRequest
@@ -81,9 +80,10 @@ async def _prepare(
     echo = bool(body.echo)
     limits = Limits(body.max_tokens, DEFAULT_MAX_TOKENS)
     while True:
-        prompts = [
-            await _tokenize(state, index, value, uses[index], limits, echo=echo) for index, value in enumerate(values)
-        ]
+        prompts = []
+        for index, value in enumerate(values):
+            prompts.append(await _tokenize(state, index, value, uses[index], limits, echo=echo))
+            await asyncio.sleep(0)  # many short prompts together are long: others go on between two
         # What a name means may have changed meanwhile; from here to the holds nothing is awaited.
         before, uses = uses, resolve_adapters(state, body.model, blends, shared.caller)
         if same_versions(before, uses):
@@ -139,7 +139,7 @@ async def _tokenize(
 ) -> Prompt:
     if isinstance(value, str):
         tokenizer = await state.text_for(uses)
-        check_length(state, limits, value, tokenizer)
+        check_length(value, tokenizer, limits, state.max_tokens)
         found = await state.encode(tokenizer, value)
         if not found.ids:
             raise InvalidRequest("the prompt is empty: it has no tokens", param="prompt")
@@ -149,7 +149,9 @@ async def _tokenize(
     if not ids:
         raise InvalidRequest("the prompt is empty: it has no tokens", param="prompt")
     tokenizer = await state.text_for(uses)
-    return Prompt(index, ids, *_spell(tokenizer, ids), uses, tokenizer)
+    if not echo:
+        return Prompt(index, ids, "", [], uses, tokenizer)
+    return Prompt(index, ids, *await state.beside(len(ids), _spell, tokenizer, ids), uses, tokenizer)
 
 
 def _spell(tokenizer: Text, ids: list[int]) -> tuple[str, list[int]]:
@@ -165,7 +167,7 @@ def _spell(tokenizer: Text, ids: list[int]) -> tuple[str, list[int]]:
 
 async def _collect(generation: Generation, form: _Format) -> CompletionResponse:
     finished = await generation.collect()
-    choices = [_choice(form, Delta(*whole), first=True) for whole in finished]
+    choices = [await _shown(form, Delta(*whole), first=True) for whole in finished]
     return CompletionResponse(
         id=form.id,
         object="text_completion",
@@ -183,7 +185,7 @@ async def _chunks(generation: Generation, form: _Format) -> AsyncGenerator[Compl
         async for delta in deltas:
             first = delta.job.index not in begun
             begun.add(delta.job.index)
-            chunk = _chunk(form, [_choice(form, delta, first=first)])
+            chunk = _chunk(form, [await _shown(form, delta, first=first)])
             if delta.finish_reason is not None:
                 chunk.lora = delta.job.prompt.lora()
             yield chunk
@@ -201,6 +203,12 @@ def _chunk(form: _Format, choices: list[CompletionChoice]) -> CompletionResponse
     if form.include_usage:
         chunk.usage = None
     return chunk
+
+
+async def _shown(form: _Format, delta: Delta, *, first: bool) -> CompletionChoice:
+    """A choice; probabilities of a long echoed prompt are written out beside the loop."""
+    size = 0 if form.num_top is None else len(delta.piece.tokens) * (1 + form.num_top)
+    return await ServerState.beside(size, _choice, form, delta, first=first)
 
 
 def _choice(form: _Format, delta: Delta, *, first: bool) -> CompletionChoice:

@@ -134,6 +134,10 @@ class AdapterLibrary(Protocol):
         """Take a name away; returns the versions that it had. Raises `AdapterNotFound`."""
         ...
 
+    def has(self, version: str) -> bool:
+        """Whether a version is stored."""
+        ...
+
     def purge(self, versions: Iterable[str]) -> None:
         """Delete the files of those versions that no name has or could be rolled back to."""
         ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
 
 _LORA_OBJECT = {
     "type": "object",
@@ -33,6 +33,17 @@ _PROMPT_SCHEMA = {
 }
 
 
+class _FirstError(FailFast):
+    """Stops at the first wrong item: a million of them would be described one by one, in minutes and gigabytes."""
+
+    __hash__ = object.__hash__  # unions hash their members
+
+
+_Texts = Annotated[list[str], _FirstError()]
+_Ids = Annotated[list[int], _FirstError()]
+_Messages = Annotated[list[dict[str, Any]], _FirstError()]
+
+
 class Body(BaseModel):
     """A JSON object. Unknown fields are kept, so that they can be refused by name."""
 
@@ -55,8 +66,8 @@ class GenerationBody(Body):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | _Texts | None = None
+    stop_token_ids: _Ids | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -80,7 +91,7 @@ class CompletionRequest(GenerationBody):
 class ChatRequest(GenerationBody):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: list[dict[str, Any]]
+    messages: _Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -176,7 +187,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: _Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -186,5 +197,5 @@ class DetokenizeRequest(Body):
     """Body of `POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: _Ids
     skip_special_tokens: bool | None = None

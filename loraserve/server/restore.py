@@ -80,6 +80,7 @@ async def bring_back(
     """
     wanted = [each for each in registered if each.pinned or each.tier != "disk"]
     wanted.sort(key=lambda each: (not each.pinned, -(each.last_used_at or 0.0)))
+    num_back = 0
     for each in wanted:
         served = directory.find(each.name)
         if served is None or served.version != each.stored.version:
@@ -87,7 +88,8 @@ async def bring_back(
         try:
             idle_s = max(0.0, wall() - (each.last_used_at or each.loaded_at))
             await directory.warm(served, to=None if each.pinned else each.tier, idle_s=idle_s)
+            num_back += 1
         except LoraserveError as error:
             logger.warning("adapter %s did not come back: %s: %s", each.name, error.code, error.message)
     if wanted:
-        logger.info("%d adapters of the last run were brought back", len(wanted))
+        logger.info("%d of %d adapters that the last run had in memory were brought back", num_back, len(wanted))

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from loraserve.config import ServeConfig
 from loraserve.errors import AdapterNotFound, AdapterRefused, EngineNotReady, ModelNotFound
@@ -21,6 +21,8 @@ from loraserve.server.lora_field import AdapterRef, Blend, parse_model
 from loraserve.server.metrics import Metrics, RequestMeter
 from loraserve.server.ports import EnginePort
 from loraserve.server.text import SHORT, Encoding, Text
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,15 +107,14 @@ class ServerState:
         return named
 
     @staticmethod
-    async def encode(tokenizer: Text, text: str, *, special: bool = True) -> Encoding:
-        """Tokenize without holding up other requests."""
-        if len(text) <= SHORT:
-            return tokenizer.encode(text, special=special)
-        return await asyncio.to_thread(tokenizer.encode, text, special=special)
+    async def beside(size: int, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call `work`, in a thread if so many characters or ids (`size`) would hold up other requests."""
+        return work(*args, **kwargs) if size <= SHORT else await asyncio.to_thread(work, *args, **kwargs)
 
-    @staticmethod
-    async def decode(tokenizer: Text, ids: list[int], *, skip_special: bool = True) -> str:
+    async def encode(self, tokenizer: Text, text: str, *, special: bool = True) -> Encoding:
+        """Tokenize without holding up other requests."""
+        return await self.beside(len(text), tokenizer.encode, text, special=special)
+
+    async def decode(self, tokenizer: Text, ids: list[int], *, skip_special: bool = True) -> str:
         """The inverse, likewise."""
-        if len(ids) <= SHORT:
-            return tokenizer.decode(ids, skip_special=skip_special)
-        return await asyncio.to_thread(tokenizer.decode, ids, skip_special=skip_special)
+        return await self.beside(len(ids), tokenizer.decode, ids, skip_special=skip_special)

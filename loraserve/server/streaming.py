@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 CLIENT_GONE = 499
+STALLED_S = 60.0
+"""How long a client may take nothing of a stream, before its requests and their adapters are let go."""
 
 
 class ClientGone(Exception):
@@ -34,7 +37,7 @@ def event(model: BaseModel) -> bytes:
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Run `work`, ended when the client goes away. Raises `ClientGone`."""
-    return await _race(work, request.receive)
+    return await _race(work, _until_gone(request.receive))
 
 
 class EventStream(Response):
@@ -42,8 +45,10 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[BaseModel, None]) -> None:
+    def __init__(self, events: AsyncGenerator[BaseModel, None], stalled_s: float = STALLED_S) -> None:
         self._events = events
+        self._stalled_s = stalled_s
+        self._sending_since: float | None = None
         self.status_code = 200
         self.background = None
         self.body = b""
@@ -53,7 +58,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _race(self._serve(scope, receive, send), receive)
+            await _race(self._serve(scope, receive, send), _until_gone(receive), self._until_stalled())
         except (ClientGone, OSError):
             logger.info("request %s: the client went away", scope.get("request_id", ""))
 
@@ -65,23 +70,28 @@ class EventStream(Response):
                 await error_response(error)(scope, receive, send)
                 return
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await _send_part(send, event(first))
+            await self._send(send, event(first))
             try:
                 async for model in self._events:
-                    await _send_part(send, event(model))
+                    await self._send(send, event(model))
             except LoraserveError as error:
-                await _send_part(send, event(error_body(error)))
+                await self._send(send, event(error_body(error)))
             except OSError:
                 raise
             except Exception:
                 logger.exception("request %s: a stream failed", scope.get("request_id", ""))
-                await _send_part(send, event(error_body(LoraserveError("internal error"))))
-            await _send_part(send, DONE)
+                await self._send(send, event(error_body(LoraserveError("internal error"))))
+            await self._send(send, DONE)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _send(self, send: Send, body: bytes) -> None:
+        self._sending_since = time.monotonic()
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        self._sending_since = None
 
-async def _send_part(send: Send, body: bytes) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": True})
+    async def _until_stalled(self) -> None:
+        while self._sending_since is None or time.monotonic() - self._sending_since < self._stalled_s:
+            await asyncio.sleep(self._stalled_s / 4)
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -89,15 +99,15 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-async def _race(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+async def _race(work: Coroutine[Any, Any, T], *ends: Coroutine[Any, Any, None]) -> T:
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_until_gone(receive))
+    others = [asyncio.ensure_future(end) for end in ends]
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, *others}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         raise ClientGone
     finally:
-        for each in (task, gone):
+        for each in (task, *others):
             each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        await asyncio.gather(task, *others, return_exceptions=True)

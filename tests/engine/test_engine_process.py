@@ -15,7 +15,7 @@ from tiny_models import ATTENTION, Oracle, make_adapter, make_model
 
 from loraserve.engine.client import EngineClient
 from loraserve.engine.messages import AddRequest, RequestOutput
-from loraserve.errors import AdapterRefused, EngineDead, ModelLoadError
+from loraserve.errors import AdapterRefused, EngineDead, EngineStuck, ModelLoadError
 from loraserve.lora.format import parse_adapter
 from loraserve.lora.version import content_version
 from loraserve.sampling import SamplingParams
@@ -149,6 +149,34 @@ def test_a_stopped_process_is_stuck(model: Path, monkeypatch: pytest.MonkeyPatch
         finally:
             os.kill(client.pid, signal.SIGCONT)
         await until(lambda: not client.health().stuck)
+
+    run_with_engine(model, body)
+
+
+def test_nobody_waits_for_ever_for_a_stopped_process(
+    model: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loraserve.engine.client.STUCK_AFTER_S", 1.5)
+    monkeypatch.setattr("loraserve.engine.client.LATE_S", 0.2)
+
+    async def body(client: EngineClient) -> None:
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGSTOP)
+        try:
+            request = AddRequest(id="a", prompt=PROMPT, params=LONG, timeout_s=0.5)
+            tokens, last = await asyncio.wait_for(tokens_of(client.generate(request)), 20)
+            assert (tokens, last.finish_reason) == ([], "timeout")
+            for work in (client.adapter_statuses(), load(client, adapter), client.drop_adapter("0" * 64)):
+                with pytest.raises(EngineStuck):
+                    await asyncio.wait_for(work, 20)
+        finally:
+            os.kill(client.pid, signal.SIGCONT)
+        await until(lambda: not client.health().stuck)
+        # What nobody waited for any more was taken back: no request runs, no adapter is left.
+        assert await client.adapter_statuses() == {}
+        tokens, _ = await tokens_of(client.generate(AddRequest(id="b", prompt=PROMPT, params=GREEDY)))
+        assert tokens == Oracle(model).greedy(None, PROMPT, 8)
+        await until(lambda: client.stats.running == 0)
 
     run_with_engine(model, body)
 

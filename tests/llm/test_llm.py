@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,14 @@ def test_wrong_params(llm: LLM) -> None:
         with pytest.raises(InvalidRequest) as caught:
             SamplingParams(**fields)  # type: ignore[arg-type]
         assert caught.value.param in fields
+
+
+def test_an_answer_is_not_cut_shorter_than_asked(llm: LLM) -> None:
+    room = llm._max_total - 3
+    assert len(llm.generate([[5, 6, 7]], replace(GREEDY, max_tokens=room))[0].token_ids) == room
+    with pytest.raises(ContextLengthExceeded) as caught:
+        llm.generate([[5, 6, 7]], replace(GREEDY, max_tokens=room + 1))
+    assert (caught.value.param, str(llm._max_total) in caught.value.message) == ("max_tokens", True)
 
 
 def test_names(llm: LLM, folders: tuple[Path, Path, Path]) -> None:

@@ -75,6 +75,32 @@ class TestIngest:
         assert store.verify(record.version)
         assert working(tmp_path / "data") == []
 
+    def test_damaged_files_are_replaced_when_the_content_comes_again(self, store: AdapterStore, tmp_path: Path) -> None:
+        folder = adapter(tmp_path)
+        version = put(store, folder).version
+        weights = store.folder(version) / "adapter_model.safetensors"
+        whole = weights.read_bytes()
+        weights.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+        assert not store.verify(version)
+        assert put(store, folder).version == version
+        assert weights.read_bytes() == whole
+        assert store.verify(version)
+        assert working(tmp_path / "data") == []
+
+    def test_what_came_on_demand_goes_with_the_last_process(self, tmp_path: Path) -> None:
+        data = tmp_path / "data"
+        asked = AdapterSource("hub", repo="org/asked", on_demand=True)
+        with AdapterStore(data) as first:
+            kept = put(first, adapter(tmp_path, 1), asked).version
+            first.set_alias("kept", kept)
+            unloaded = put(first, adapter(tmp_path, 2)).version
+            gone = put(first, adapter(tmp_path, 3), asked).version
+            with AdapterStore(data):
+                assert entries(data) == {kept, unloaded, gone}, "another process may serve it"
+        with AdapterStore(data) as again:
+            assert entries(data) == {kept, unloaded}
+            assert {record.version for record in again.versions()} == {kept, unloaded}
+
     def test_the_source_may_change_afterwards(self, store: AdapterStore, tmp_path: Path) -> None:
         folder = adapter(tmp_path)
         record = put(store, folder)

@@ -65,9 +65,10 @@ def hf_logits(model: Any, tokens: Sequence[int], num_prompt: int) -> Tensor:
         model(torch.tensor([tokens[:1]]))
         cache = DynamicCache(config=model.config)
         ids = torch.tensor([list(tokens)])
-        parts = [model(ids[:, :num_prompt], cache=cache, use_cache=True).logits[0]]
+        parts = [model(ids[:, :num_prompt], past_key_values=cache, use_cache=True).logits[0]]
         parts += [
-            model(ids[:, i : i + 1], cache=cache, use_cache=True).logits[0] for i in range(num_prompt, len(tokens))
+            model(ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits[0]
+            for i in range(num_prompt, len(tokens))
         ]
     return torch.cat(parts)
 

@@ -9,6 +9,8 @@ import pytest
 from conftest import BASE
 from fake_engine import FakeEngine, FakeLibrary
 
+from loraserve.errors import AdapterFault, AdapterRefused, EngineDead
+
 pytestmark = pytest.mark.anyio
 
 
@@ -32,7 +34,8 @@ async def test_vllm(client: httpx.AsyncClient, library: FakeLibrary, engine: Fak
     loaded = (200, "Success: LoRA adapter 'a' added successfully.")
     assert await vllm(client, "load", lora_name="a", lora_path=one) == loaded
     assert engine.loaded == {library.version_of("1"): False}
-    already = (400, "The lora adapter 'a' has already been loaded.")
+    in_place = "If you want to load the adapter in place, set 'load_inplace' to True."
+    already = (400, f"The lora adapter 'a' has already been loaded. {in_place}")
     assert await vllm(client, "load", lora_name="a", lora_path=one) == already
     assert await vllm(client, "load", lora_name="a", lora_path=two) == already
     assert await vllm(client, "load", lora_name="a", lora_path=two, load_inplace=True) == loaded
@@ -41,11 +44,14 @@ async def test_vllm(client: httpx.AsyncClient, library: FakeLibrary, engine: Fak
     assert await vllm(client, "unload", lora_name="a", lora_int_id=3) == gone
     assert await vllm(client, "unload", lora_name="a") == (404, "The lora adapter 'a' cannot be found.")
     assert (await vllm(client, "load", lora_name="a"))[0] == 400
-    assert (await vllm(client, "unload"))[0] == 400
+    unnamed = (400, "'lora_name' needs to be provided to unload a LoRA adapter.")
+    assert await vllm(client, "unload") == unnamed
     assert (await vllm(client, "load", lora_name=BASE, lora_path=one))[0] == 400
-    status, message = await vllm(client, "load", lora_name="b", lora_path="/nowhere")
-    assert status == 400
-    assert "not_an_adapter" in message
+    nowhere = (404, "Loading lora b failed: No adapter found for /nowhere")
+    assert await vllm(client, "load", lora_name="b", lora_path="/nowhere") == nowhere
+    engine.refuse[library.version_of("3")] = AdapterRefused(AdapterFault.RANK_TOO_LARGE, "its rank is 999")
+    three = library.make("three", "3")
+    assert await vllm(client, "load", lora_name="b", lora_path=three) == (400, "its rank is 999 (rank_too_large)")
     strange = await client.post("/v1/load_lora_adapter", json={"lora_name": "b", "lora_path": one, "x": 1})
     assert (strange.status_code, strange.json()["error"]["param"]) == (400, "x")
 
@@ -62,4 +68,7 @@ async def test_sglang(client: httpx.AsyncClient, library: FakeLibrary, engine: F
     good = {"success": True, "error_message": None, "loaded_adapters": {}}
     assert await sglang(client, "unload", lora_name="a") == (200, good)
     assert (await sglang(client, "unload", lora_name="a"))[0] == 400
+    engine.refuse[library.version_of("1")] = EngineDead("the engine died")
+    status, dead = await sglang(client, "load", lora_name="a", lora_path=one)
+    assert (status, dead) == (400, {"success": False, "error_message": "the engine died", "loaded_adapters": {}})
     assert engine.loaded == {}

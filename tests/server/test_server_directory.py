@@ -383,3 +383,85 @@ async def test_many_cycles_leave_nothing(
     assert not directory._versions._locks
     assert not directory._versions._served_by
     assert not directory._entries
+
+
+async def test_what_the_engine_refuses_is_failed_and_waits_for_its_back_off(
+    directory: AdapterDirectory, library: FakeLibrary, engine: FakeEngine, clock: Clock
+) -> None:
+    version = library.version_of("one")
+    await directory.load(order(library, "a", "one"))
+    library.set_pinned("a", False)
+    engine.refuse[version] = AdapterRefused(AdapterFault.SHAPE_MISMATCH, "made for another base")
+    restarted = AdapterDirectory(engine, library, InFlight(engine), BASE, clock=clock)
+    engine.load_calls.clear()
+    await restarted.sync()
+    entry = restarted.entry("a")
+    assert restarted.failure_of(entry) is None
+    for _ in range(5):
+        with pytest.raises(AdapterRefused, match="another base") as refused:
+            await restarted.prepare([AdapterRef("a")])
+    assert len(refused.traceback) < 12, "the frames of one call, not of all"
+    assert engine.load_calls == [version]
+    failure = restarted.failure_of(entry)
+    assert failure is not None
+    assert failure.code == "shape_mismatch"
+    with pytest.raises(AdapterRefused):
+        await restarted.pin("a", True)
+    assert engine.load_calls == [version] * 2, "an operator's call is tried at once"
+    assert not library.registered()[0].pinned
+    clock.now += 1.5
+    with pytest.raises(AdapterRefused):
+        await restarted.prepare([AdapterRef("a")])
+    assert len(engine.load_calls) == 2, "the second wait is longer"
+    engine.refuse.clear()
+    clock.now += 1.0
+    assert await restarted.prepare([AdapterRef("a")])
+    assert restarted.failure_of(entry) is None
+    await restarted.close()
+
+
+async def test_a_purge_between_fetch_and_use(
+    directory: AdapterDirectory, library: FakeLibrary, engine: FakeEngine
+) -> None:
+    version = library.version_of("one")
+    engine.load_gate = asyncio.Event()
+    loading = asyncio.create_task(directory.load(order(library, "a", "one")))
+    await eventually(lambda: engine.load_calls == [version])
+    library.purge([version])  # as an unload of the same content by another process does
+    engine.load_gate.set()
+    entry = await loading
+    assert entry.served is not None
+    assert library.adds == 2
+    assert [each.stored.version for each in library.registered()] == [version]
+
+
+async def test_what_could_not_be_used_is_not_kept(
+    directory: AdapterDirectory, library: FakeLibrary, engine: FakeEngine
+) -> None:
+    await directory.load(order(library, "a", "one"))
+    with pytest.raises(NameTaken):
+        await directory.load(order(library, "a", "two"))
+    engine.refuse[library.version_of("three")] = AdapterRefused(AdapterFault.NON_FINITE, "not a number")
+    with pytest.raises(AdapterRefused):
+        await directory.load(order(library, "b", "three"))
+    assert [record.version for record in library.registry.versions()] == [library.version_of("one")]
+    await directory.load(order(library, "a", "two", replace=True))
+    with pytest.raises(NameTaken):
+        await directory.load(order(library, "a", "one"))
+    assert len(library.registry.versions()) == 2, "what the name could go back to stays"
+
+
+async def test_slow_sources_hold_up_nothing_else(directory: AdapterDirectory, library: FakeLibrary) -> None:
+    await directory.load(order(library, "a", "one"))
+    library.gate = threading.Event()
+    for number in range(40):  # more than the event loop has threads
+        await directory.load(order(library, f"n{number}", f"content {number}"), wait=False)
+    await eventually(lambda: library.adds > 1)
+    try:
+        assert (await asyncio.wait_for(directory.pin("a", True), 5)).served is not None
+        assert len(await asyncio.wait_for(directory.versions("a"), 5)) == 1
+        assert library.adds <= 1 + 4, "a few at a time"
+    finally:
+        library.gate.set()
+    await eventually(lambda: all(entry.flight is None for entry in directory.entries()))
+    assert len(directory.entries()) == 41

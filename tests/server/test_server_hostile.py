@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -16,7 +17,9 @@ from loraserve.config import ServerConfig
 from loraserve.server.auth import Auth
 from loraserve.server.metrics import Metrics
 from loraserve.server.middleware import Envelope
+from loraserve.server.responses import HealthResponse
 from loraserve.server.state import ServerState
+from loraserve.server.streaming import EventStream
 from loraserve.server.text import Text
 
 pytestmark = pytest.mark.anyio
@@ -153,3 +156,48 @@ async def test_a_body_that_never_ends() -> None:
     assert sent[0]["status"] == 408
     assert (b"connection", b"close") in sent[0]["headers"]
     assert json.loads(sent[1]["body"])["error"]["code"] == "request_timeout"
+
+
+async def test_a_client_that_takes_nothing_is_let_go() -> None:
+    closed = False
+
+    async def events() -> AsyncGenerator[HealthResponse, None]:
+        nonlocal closed
+        try:
+            while True:
+                yield HealthResponse(status="ok", detail="x")
+        finally:
+            closed = True
+
+    num_sent = 0
+
+    async def send(_: Any) -> None:
+        nonlocal num_sent
+        num_sent += 1
+        if num_sent == 5:
+            await asyncio.sleep(3600)
+
+    async def receive() -> Any:
+        await asyncio.sleep(3600)
+
+    await asyncio.wait_for(EventStream(events(), stalled_s=0.1)({"type": "http"}, receive, send), 5)
+    assert (num_sent, closed) == (5, True)
+
+
+async def test_a_request_that_is_cut_off_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    async def app(*_: Any) -> None:
+        await asyncio.sleep(3600)
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(_: Any) -> None:
+        raise AssertionError("sent")
+
+    envelope = Envelope(app, Auth(ServerConfig()), Metrics(lambda: None), 1000)  # type: ignore[arg-type,return-value]
+    scope = {"type": "http", "method": "GET", "path": "/health", "headers": [], "query_string": b""}
+    task = asyncio.ensure_future(envelope(scope, receive, send))
+    await asyncio.sleep(0.02)
+    task.cancel()  # as uvicorn does when its time to end is over; what comes out it logs with a traceback
+    await task
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -19,7 +19,7 @@ from test_server_library import GEOMETRY, make_adapter
 from transformers import PreTrainedTokenizerFast
 
 from loraserve.config import ServeConfig
-from loraserve.errors import AdapterRefused, ConfigError, ModelLoadError
+from loraserve.errors import AdapterRefused, ConfigError, LoraserveError, ModelLoadError
 from loraserve.server.naming import DEMO_NAME, served_name
 from loraserve.server.service import Service, bind, curl_lines, data_dir, parse_adapter_flag, url_of
 
@@ -38,6 +38,7 @@ class FakeProcess(FakeEngine):
         self.start_gate = asyncio.Event()
         self.start_error: Exception | None = None
         self.stops = 0
+        self.deaf = False  # does not end what it is told to end
 
     async def start(self) -> None:
         self.alive = True
@@ -48,7 +49,11 @@ class FakeProcess(FakeEngine):
 
     async def stop(self, drain_s: float = 0.0) -> None:
         self.stops += 1
-        self.alive = False
+        self.die()
+
+    async def abort(self, request_id: str, error: LoraserveError | None = None) -> None:
+        if not self.deaf:
+            await super().abort(request_id, error)
 
 
 @pytest.fixture
@@ -157,6 +162,22 @@ async def test_the_drain_has_a_deadline(config: ServeConfig, process: FakeProces
     assert await running.task == 0
 
 
+async def test_the_drain_ends_requests_of_an_engine_that_does_not_answer(
+    config: ServeConfig, process: FakeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loraserve.server.service.ABORT_GRACE_S", 0.1)
+    process.start_gate.set()
+    running = Running(replace(config, server=replace(config.server, drain_deadline_s=0.05)), process)
+    async with httpx.AsyncClient(base_url=await running.url(), timeout=20) as client:
+        process.gate, process.deaf = asyncio.Event(), True
+        slow = asyncio.create_task(client.post("/v1/completions", json={"model": BASE, "prompt": "Hi"}))
+        await eventually(lambda: len(process.open) == 1)
+        running.service.stop()
+        answer = await slow
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "request_aborted")
+    assert await running.task == 0
+
+
 async def test_stop_while_starting(config: ServeConfig, process: FakeProcess) -> None:
     running = Running(config, process)
     await eventually(lambda: process.alive)
@@ -208,6 +229,9 @@ def test_small_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert data_dir(replace(server, data_dir=tmp_path / "x")) == tmp_path / "x"
     with bind(replace(server, host="0.0.0.0", port=0)) as listener:
         assert url_of(listener).startswith("http://127.0.0.1:")
+        # Else the body of each answer would wait for the client's acknowledgement of its head.
+        with socket.create_connection(("127.0.0.1", listener.getsockname()[1])), listener.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
     lines = curl_lines("http://h", "base", ["a"], needs_key=True)
     assert len(lines) == 3
     assert all("Bearer" in line for line in lines)
