@@ -104,6 +104,12 @@ def parse_adapter(folder: Path | AdapterFolder, geometry: BaseGeometry | None, m
     has_fused = any(pair.kind in FUSED for pair in pairs)
     pairs = _split([pair.with_blocks() for pair in pairs], geometry)
     brought = collect_rows(config, named, geometry, place, deltas)
+    if brought.replaced and isinstance(config, PeftConfig) and config.invocation:
+        raise AdapterRefused(
+            AdapterFault.UNSUPPORTED_VARIANT,
+            "alora_invocation_tokens together with rows for new tokens is not supported: these apply before the "
+            "invocation too; if they were not trained, save with save_embedding_layers=False",
+        )
     added = read_added_tokens(place, brought.replaced, 0 if geometry is None else geometry.vocab_size)
     features = config.features if isinstance(config, PeftConfig) else ("mlx-lm",)
     features += ("fused",) if has_fused else ()

@@ -37,6 +37,7 @@ _BROKEN = (
     RuntimeError,  # an encrypted member
     NotImplementedError,  # a compression that is not known
 )
+_MAX_TAIL = 64 << 20  # bytes after the last member of a tar, whose own padding is some thousands
 _TARS, _ZIP = (".tar", ".tar.gz", ".tgz"), ".zip"
 
 
@@ -161,9 +162,20 @@ def _unpack(url: str, file: IO[bytes], into: Path, max_bytes: int) -> None:
 
 def _tar_members(file: IO[bytes]) -> Iterator[tuple[PurePosixPath, Any]]:
     archive = tarfile.open(fileobj=file, mode="r:*")  # noqa: SIM115 (its members are read later)
-    for member in archive.getmembers():
+    members = archive.getmembers()
+    _read_to_the_end(archive)
+    for member in members:
         if member.isfile():  # no links, no devices
             yield PurePosixPath(member.name), lambda member=member: archive.extractfile(member)
+
+
+def _read_to_the_end(archive: tarfile.TarFile) -> None:
+    """What follows the last member: only there does a compressed stream have its checksum, and it is checked."""
+    assert archive.fileobj is not None
+    for _ in range(_MAX_TAIL // CHUNK):
+        if not archive.fileobj.read(CHUNK):
+            return
+    raise tarfile.ReadError("there is too much after the last member")
 
 
 def _zip_members(file: IO[bytes]) -> Iterator[tuple[PurePosixPath, Any]]:

@@ -325,7 +325,8 @@ class _Gathering:
                 raise AdapterRefused(
                     AdapterFault.SHAPE_MISMATCH,
                     f"the adapter has rows for {len(new)} tokens beyond the base model's {vocab}, but its {table} has "
-                    f"none for token {missing}: save with save_embedding_layers=True",
+                    f"none for token {missing}: save with save_embedding_layers=True, which writes both matrices only "
+                    "if LoRA is on both or on neither",
                 )
             _invalid(
                 f"trainable_token_indices has ids up to {stop - 1}, but the base model's vocabulary has {vocab} tokens "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import shutil
 import tarfile
@@ -105,6 +106,23 @@ def test_broken_missing_and_foreign(memory: str, made: Path, tmp_path: Path) -> 
     assert refusal("memory://bucket/absent", tmp_path, "memory://bucket")[1] == 404
     shutil.rmtree(tmp_path / "into")
     assert refusal("nosuch://bucket/x", tmp_path, "nosuch://bucket") == ("source_failed", 502)
+
+
+def test_only_the_checksum_tells_of_a_changed_weight(made: Path, tmp_path: Path) -> None:
+    weights = (made / "adapter_model.safetensors").read_bytes()
+    plain = tar(made, made.parent / "plain.tar", "w").read_bytes()
+    file = made.parent / "changed.tar.gz"
+    packed = gzip.compress(plain, compresslevel=0)  # the bytes as they are
+    at = packed.index(weights[-64:])
+    file.write_bytes(packed)
+    assert fetch(f"file://{file}", tmp_path, f"file://{made.parent}").source.kind == "url"
+    shutil.rmtree(tmp_path / "into")
+    file.write_bytes(packed[:at] + bytes([packed[at] ^ 1]) + packed[at + 1 :])
+    assert refusal(f"file://{file}", tmp_path, f"file://{made.parent}") == ("corrupt_weights", 400)
+    # Zeros may follow the last member, but not for ever.
+    file.write_bytes(gzip.compress(plain + bytes(80 << 20), compresslevel=1))
+    shutil.rmtree(tmp_path / "into")
+    assert refusal(f"file://{file}", tmp_path, f"file://{made.parent}") == ("corrupt_weights", 400)
 
 
 def test_bounds(memory: str, made: Path, tmp_path: Path) -> None:

@@ -453,3 +453,17 @@ def test_vectors_on_a_resized_head_are_named_as_the_reason(field: str, vector: s
     with pytest.raises(AdapterRefused, match=f"3 rows for tokens beyond .* {field}") as caught:
         parse_adapter(write(tmp_path, config, tensors), GEOMETRY, 64)
     assert caught.value.code == "unsupported_variant"
+
+
+def test_new_tokens_of_an_activated_adapter_are_refused(tmp_path: Path) -> None:
+    """A prompt without an invocation is the base's, which has no such tokens; PEFT's model has them everywhere."""
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    base = base_matrix(tmp_path / "base", *names)
+    geometry = replace(GEOMETRY, folder=str(tmp_path / "base"))
+    config = plain_config(alora_invocation_tokens=[1])
+    same = plain_tensors() | {f"{PREFIX}{name}": base[name] for name in names}
+    assert parse_adapter(write(tmp_path / "same", config, same), geometry, 64).invocation == (1,)
+    grown = plain_tensors() | {f"{PREFIX}{name}": longer(base[name], 3) for name in names}
+    with pytest.raises(AdapterRefused, match="save_embedding_layers=False") as caught:
+        parse_adapter(write(tmp_path / "grown", config, grown), geometry, 64)
+    assert caught.value.code == "unsupported_variant"
