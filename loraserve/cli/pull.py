@@ -87,16 +87,20 @@ def _into_folder(
     from loraserve.server.service import data_dir
 
     with AdapterStore(data_dir(ServerConfig(data_dir=folder))) as store:
-        under_way = ""
+        under_way, now = "", (0, 0)
+
+        def fetching(done: int, total: int) -> None:
+            nonlocal now
+            now = (done, total)
+            show(done, total, under_way)
 
         def next_file(path: str, number: int, count: int) -> None:
             nonlocal under_way
             under_way = f"file {number}/{count} {path}"
+            show(*now, under_way)  # its first bytes may take a while
 
         place = HubRepo(repo, revision, subfolder)
-        fetched = fetch_hub(
-            place, token=token, progress=lambda done, total: show(done, total, under_way), on_file=next_file
-        )
+        fetched = fetch_hub(place, token=token, progress=fetching, on_file=next_file)
         record, source = store.keep(fetched, None, MAX_RANK, lambda done, total: show(done, total, "checking"))
         pinned = any(alias.name == name and alias.pinned for alias in store.aliases())
         try:

@@ -34,6 +34,8 @@ ALLOWED_S = 60.0
 ALLOWED_GRACE_S = 60.0
 REFUSED_S, TROUBLE_S = 30.0, 5.0
 MAX_REMEMBERED = 4096
+# Between its fetch and its request's hold on it an adapter must not go.
+SETTLE_S, TRIM_EVERY_S = 5.0, 1.0
 
 Key = tuple[str, str | None]
 """Name and revision."""
@@ -89,6 +91,7 @@ class OnDemand:
         # Of their own: who has an adapter must not wait for others' fetches.
         self._checks = Arrivals(library, versions, MAX_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._trimming: asyncio.Task[None] | None = None
 
     def served(self) -> list[ServedAdapter]:
         """What is here, by name."""
@@ -183,7 +186,8 @@ class OnDemand:
     async def _fetch(self, entry: Demanded, place: AdapterPlace, who: str) -> None:
         try:
             await self._arrivals.bring(place, lambda done, total: None, lambda stored: self._keep(entry, stored, who))
-            await self._make_room()
+            if self._trimming is None or self._trimming.done():
+                self._trimming = self._spawn(self._make_room())
         except Exception as error:
             raise self._refuse(entry, who, error) from error
         finally:
@@ -199,7 +203,7 @@ class OnDemand:
         entry.restricted = stored.restricted
         entry.allowed[who] = self._clock()
         self._versions.bind(served)
-        entry.served = served
+        entry.served, entry.used_at = served, self._clock()
         logger.info("adapter %s was fetched on demand: version %s", name, stored.version[:12])
 
     async def _check(self, entry: Demanded, place: AdapterPlace, who: str) -> None:
@@ -230,11 +234,20 @@ class OnDemand:
 
     async def _make_room(self) -> None:
         """Let go of what was asked for longest ago, with its files, until as many are left as may be."""
-        here = sorted((e for e in self._known.values() if e.served is not None), key=lambda e: e.used_at)
-        for entry in here[: max(0, len(here) - self._max_adapters)]:
-            if entry.served is not None and not entry.served.holds and entry.task is None:
+        while True:
+            here = sorted((e for e in self._known.values() if e.served is not None), key=lambda e: e.used_at)
+            excess = len(here) - self._max_adapters
+            if excess <= 0:
+                return
+            settled = self._clock() - SETTLE_S
+            idle = [e for e in here if e.served is not None and not e.served.holds and e.task is None]
+            for entry in [e for e in idle if e.used_at <= settled][:excess]:
+                assert entry.served is not None
                 del self._known[entry.key]
                 self._retire(entry.served, 0.0)
+                excess -= 1
+            if excess > 0:
+                await asyncio.sleep(TRIM_EVERY_S)
 
     def _forget_old(self) -> None:
         """Keep the memory of failures bounded, whatever names are asked for."""

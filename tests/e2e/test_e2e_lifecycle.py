@@ -196,3 +196,23 @@ def test_killed_while_names_change(setup: Setup, tmp_path: Path) -> None:
             for name, version in acknowledged.items():
                 assert info(server, name)["version"] == version
             assert answer_of(server, "kept") == setup.expected["other"]
+
+
+def test_a_data_folder_with_another_base_model(setup: Setup, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with setup.server(data) as server:
+        assert server.load("a", setup.adapters["one"], pin=True).status_code == 200
+        assert answer_of(server, "a") == setup.expected["one"]
+    other = make_model(tmp_path / "other", seed=4, hidden_size=96)
+    limits = ["--kv-memory", "8MiB", "--lora-memory", "8MiB", "--host-lora-memory", "32MiB", "--threads", "1"]
+    with LiveServer(other, data, limits) as server:
+        until(lambda: info(server, "a")["state"] == "failed")
+        assert info(server, "a")["error"]["code"] == "shape_mismatch"
+        for _ in range(3):
+            refused = server.complete(PROMPT, lora="a", max_tokens=1)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "shape_mismatch")
+        assert server.complete(PROMPT, max_tokens=1).status_code == 200
+    with setup.server(data) as server:
+        until(lambda: info(server, "a")["residency"] == "device")
+        assert info(server, "a")["state"] == "ready"
+        assert answer_of(server, "a") == setup.expected["one"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -152,3 +153,26 @@ def test_a_load_with_a_token_is_its_tenants(server: LiveServer, setup: Setup) ->
         assert ("mine" in [card["id"] for card in listed]) == there
     assert admin(server, "POST", "/adapters/load", **load, visibility="public").status_code == 200
     assert tokens(ask(server, "mine")) == setup.expected[1]
+
+
+def test_their_number_is_bounded_also_after_a_burst(setup: Setup, tmp_path: Path) -> None:
+    for number in range(4):
+        setup.hub.repos[f"org/burst-{number}"] = setup.hub.repos["org/open"]
+    setup.hub.repos["org/burst-4"] = setup.hub.repos["org/secret"]
+    flags = ["--kv-memory", "8MiB", "--lora-memory", "8MiB", "--host-lora-memory", "32MiB", "--threads", "1"]
+    flags += ["--adapter-source", "hub:org/*", "--adapter-source-count", "1"]
+    env = setup.env | {"HF_ENDPOINT": setup.hub.endpoint, "HF_HUB_CACHE": str(tmp_path / "cache")}
+    with LiveServer(setup.model, tmp_path / "data", flags, env) as live:
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            names = [f"org/burst-{number % 5}" for number in range(20)]
+            answers = list(pool.map(lambda name: ask(live, name), names))
+        for name, answer in zip(names, answers, strict=True):
+            assert tokens(answer) == setup.expected[name == "org/burst-4"]
+        end = time.monotonic() + 30
+        while (
+            len(live.client.get("/adapters").json()["data"]) > 1
+            or len(list((tmp_path / "data/versions").iterdir())) > 1
+        ):
+            assert time.monotonic() < end, "more than one is left"
+            time.sleep(0.1)
+    assert not (tmp_path / "cache" / "models--org--burst-4").exists(), "no copy in the Hub cache, which nothing bounds"
