@@ -143,7 +143,7 @@ def _copy_folder(system: Any, path: str, into: Path, max_bytes: int, progress: P
 
 def _unpack(url: str, file: IO[bytes], into: Path, max_bytes: int) -> None:
     try:
-        members = dict(_zip_members(file) if url.endswith(_ZIP) else _tar_members(file))
+        members = dict(_zip_members(file) if url.endswith(_ZIP) else _tar_members(file, max_bytes))
         configs = sorted((path for path in members if path.name == CONFIG_NAME), key=lambda path: len(path.parts))
         if not configs:
             return
@@ -159,9 +159,15 @@ def _unpack(url: str, file: IO[bytes], into: Path, max_bytes: int) -> None:
         raise AdapterRefused(AdapterFault.CORRUPT_WEIGHTS, problem, param="path") from error
 
 
-def _tar_members(file: IO[bytes]) -> Iterator[tuple[PurePosixPath, Any]]:
+def _tar_members(file: IO[bytes], max_bytes: int) -> Iterator[tuple[PurePosixPath, Any]]:
     archive = tarfile.open(fileobj=file, mode="r:*")  # noqa: SIM115 (its members are read later)
-    for member in archive.getmembers():
+    members = archive.getmembers()
+    # A tar ends before its compression does, whose checksum of all bytes is looked at only at its very end.
+    assert archive.fileobj is not None
+    budget = _Budget(max_bytes, lambda done, total: None, 0)
+    while piece := archive.fileobj.read(CHUNK):
+        budget.take(len(piece))
+    for member in members:
         if member.isfile():  # no links, no devices
             yield PurePosixPath(member.name), lambda member=member: archive.extractfile(member)
 
