@@ -100,7 +100,9 @@ def test_broken_missing_and_foreign(memory: str, made: Path, tmp_path: Path) -> 
     good = tar(made, made.parent / "good.tar.gz").read_bytes()
     (made.parent / "cut.tar.gz").write_bytes(good[: len(good) // 2])
     (made.parent / "flipped.tar.gz").write_bytes(good[:1000] + bytes(50) + good[1050:])
-    for name in ("broken.tar.gz", "broken.zip", "cut.tar.gz", "flipped.tar.gz"):
+    # Bytes that only the checksum at the very end tells of, as in weights that compression leaves as they are.
+    (made.parent / "sum.tar.gz").write_bytes(good[:-8] + bytes([good[-8] ^ 1]) + good[-7:])
+    for name in ("broken.tar.gz", "broken.zip", "cut.tar.gz", "flipped.tar.gz", "sum.tar.gz"):
         assert refusal(f"{shelf}/{name}", tmp_path, shelf) == ("corrupt_weights", 400), name
         shutil.rmtree(tmp_path / "into")
     assert refusal("memory://bucket/absent", tmp_path, "memory://bucket")[1] == 404

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import BASE, eventually
@@ -454,7 +455,8 @@ async def test_what_could_not_be_used_is_not_kept(
 async def test_slow_sources_hold_up_nothing_else(directory: AdapterDirectory, library: FakeLibrary) -> None:
     await directory.load(order(library, "a", "one"))
     library.gate = threading.Event()
-    for number in range(40):  # more than the event loop has threads
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    for number in range(40):
         await directory.load(order(library, f"n{number}", f"content {number}"), wait=False)
     await eventually(lambda: library.adds > 1)
     try:
