@@ -19,6 +19,8 @@ import zmq
 import zmq.asyncio
 
 from loraserve.config import EngineConfig
+from loraserve.engine.health import EngineHealth as EngineHealth  # the server knows it by this door
+from loraserve.engine.health import detail_of
 from loraserve.engine.messages import (
     AbortRequest,
     AdapterStatus,
@@ -50,16 +52,6 @@ STUCK_AFTER_S = 10.0
 CHECK_S = 1.0  # how often a call looks whether the engine that it waits for is stuck
 LATE_S = 1.0  # how long after a request's time limit the engine may still end it itself
 RESTART_PAUSES_S = (0.0, 1.0, 2.0, 5.0, 10.0)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineHealth:
-    """Whether the engine process lives, steps, and takes requests."""
-
-    alive: bool
-    stuck: bool
-    ready: bool
-    detail: str
 
 
 @dataclass(slots=True)
@@ -322,15 +314,7 @@ class EngineClient:
         ready = alive and self._ready is not None and self._ready.done() and not self._ready.cancelled()
         silence = time.monotonic() - self._last_news
         stuck = ready and silence > max(STUCK_AFTER_S, 4 * self.stats.slowest_step_s)
-        detail = "ok"
-        if not alive:
-            detail = "the engine process is not running"
-        elif not ready:
-            detail = "the engine is starting"
-        elif self._restoring:
-            detail = "the engine has restarted and loads its adapters again"
-        elif stuck:
-            detail = f"the step loop has been silent for {silence:.0f} s"
+        detail = detail_of(alive=alive, ready=ready, restoring=self._restoring, silence_s=silence if stuck else None)
         return EngineHealth(
             alive=alive, stuck=stuck, ready=ready and not (self._stopping or self._restoring), detail=detail
         )
