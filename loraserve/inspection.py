@@ -49,9 +49,10 @@ class Inspection:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, fit for `json.dumps`."""
-        report = asdict(self.report)
-        report["kinds"] = [kind._asdict() for kind in self.report.kinds]
-        return report | {"files": self.files, "device": None if self.device is None else asdict(self.device)}
+        return self.report.plain() | {
+            "files": self.files,
+            "device": None if self.device is None else asdict(self.device),
+        }
 
 
 def open_base(model: str | None, revision: str | None = None) -> Base:

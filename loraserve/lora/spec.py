@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 from loraserve.lora.tables import Table
@@ -348,6 +348,10 @@ class LoadReport:
     replaced: tuple[str, ...] = ()  # tables of which it brings rows itself, with their number: "lm_head:32000"
     new_tokens: int = 0  # token ids beyond the base's vocabulary that it brings rows for
     added_tokens: tuple[AddedToken, ...] = ()  # what its own tokenizer calls such ids
+
+    def plain(self) -> dict[str, object]:
+        """As JSON knows it."""
+        return asdict(self) | {"kinds": [kind._asdict() for kind in self.kinds]}
 
     @classmethod
     def of(cls, spec: AdapterSpec, version: str) -> LoadReport:

@@ -146,6 +146,7 @@ def describe(entry: Entry, statuses: Mapping[str, AdapterStatus], failure: Loras
         pinned=_is_pinned(entry, served),
         source=_source_info(_source(entry)),
         rank=None if report is None else report.rank,
+        report=None if report is None else report.plain(),
         targets=None if report is None else [MODULE_PATHS[kind].rpartition(".")[2] for kind in report.targets],
         scaling=None if report is None else list(report.scaling),
         dtype=None if report is None else report.dtype,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -227,6 +227,7 @@ class AdapterInfo(BaseModel):
     last_used_at: float | None
     chat_template: Literal["own", "base"] | None
     warnings: list[str]
+    report: dict[str, Any] | None  # the load report, as `loraserve adapters inspect --json` prints it
     error: CodeAndMessage | None
     visibility: Literal["public", "private"]
 

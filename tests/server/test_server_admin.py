@@ -35,6 +35,7 @@ INFO_FIELDS = {
     "last_used_at",
     "chat_template",
     "warnings",
+    "report",
     "error",
     "visibility",
 }
@@ -62,6 +63,8 @@ async def test_load_answers_with_the_info(client: httpx.AsyncClient, library: Fa
     assert (info["rank"], info["targets"], info["scaling"]) == (8, ["q_proj", "v_proj"], [2.0])
     assert (info["dtype"], info["bytes"], info["progress"], info["error"]) == ("float32", 3, None, None)
     assert (info["leases"], info["requests"], info["last_used_at"], info["warnings"]) == (0, 0, None, [])
+    assert info["report"]["version"] == info["version"]
+    assert (info["report"]["features"], info["report"]["new_tokens"]) == ([], 0)
     assert set(info["source"]) == {"kind", "path", "repo", "revision", "commit", "subfolder"}
     assert (await client.get("/adapters/org/a")).json() == info
     assert (await client.get("/adapters")).json() == {"data": [info]}
