@@ -1,4 +1,4 @@
-"""The CPU backend: oneDNN linears, Numba for the rest, float32. Anything else goes to the reference, op by op."""
+"""The CPU backend: Numba kernels in float32. Anything else goes to the reference, op by op."""
 
 from __future__ import annotations
 
@@ -59,14 +59,13 @@ class CpuOps:
         self.threading_layer = use_best_layer()
         self.workers = max(1, min(num_threads or torch.get_num_threads(), numba.get_num_threads()))
         self._reference = ReferenceOps()
-        self._prepacks = cpu_linear.is_available()
         self._attention: _AttentionStep | None = None
         self._lora: list[_LoraStep] = []  # the newest first: over tokens, over rows of logits
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        """Lay out weight [out, in] for oneDNN; other dtypes are kept as they are. Semantics: see the reference."""
-        if self._prepacks and _is_plain(weight):
-            return cpu_linear.pack(weight, bias)
+        """Lay out weight [out, in] in panels; other dtypes are kept as they are. Semantics: see the reference."""
+        if _is_plain(weight) and (bias is None or _is_plain(bias)):
+            return cpu_linear.pack(weight, bias, self.workers)
         return self._reference.pack_linear(weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

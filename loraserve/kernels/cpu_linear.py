@@ -1,47 +1,148 @@
-"""Base linears on CPU: oneDNN with the weight laid out once for its kernels."""
+"""Base linears on CPU: the weight in panels of columns that a tile of sums in registers streams through once.
+
+A panel is [in_features, TILE_COLUMNS], one after the other, the last one filled up with zeros. Rows are taken in tiles
+of nearly equal height; long rows are cut so that a tile's part of x and of the panel stay in the caches. How rows and
+workers are cut never changes a result: each is summed over its inputs in order.
+"""
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numba import prange
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
+from loraserve.kernels.cpu_math import compiled, compiled_parallel
+from loraserve.kernels.cpu_simd import TILE_COLUMNS, TILE_ROWS, TILE_VECTORS, matmul_tile
 
-# The layout is chosen for this many rows. Measured with 1 to 512 rows: every hint from 16 up gives the same speed, a
-# hint of 1 is up to twice as slow from 4 rows on.
-_ROWS_HINT = 64
+Array = np.ndarray[Any, Any]
+
+_DEPTH = 1024  # inputs of a panel taken at a time: 192 KiB of it with AVX-512
+
+
+@compiled
+def _tile(
+    rows: int, x: int, x_stride: int, w: int, init: int, init_stride: int, y: int, y_stride: int, depth: int
+) -> None:
+    """One tile of `rows` ≤ TILE_ROWS over a whole panel's columns."""
+    # The height must be a constant for the sums to stay in registers.
+    if rows == 8:
+        matmul_tile(
+            8, TILE_VECTORS, 0, 32, x, x_stride, w, TILE_COLUMNS, 0, init, init_stride, y, y_stride, 0, depth, 0
+        )
+    elif rows == 7:
+        matmul_tile(
+            7, TILE_VECTORS, 0, 32, x, x_stride, w, TILE_COLUMNS, 0, init, init_stride, y, y_stride, 0, depth, 0
+        )
+    elif rows == 6:
+        matmul_tile(
+            6, TILE_VECTORS, 0, 32, x, x_stride, w, TILE_COLUMNS, 0, init, init_stride, y, y_stride, 0, depth, 0
+        )
+    elif rows == 5:
+        matmul_tile(
+            5, TILE_VECTORS, 0, 32, x, x_stride, w, TILE_COLUMNS, 0, init, init_stride, y, y_stride, 0, depth, 0
+        )
+    elif rows == 4:
+        matmul_tile(
+            4, TILE_VECTORS, 0, 32, x, x_stride, w, TILE_COLUMNS, 0, init, init_stride, y, y_stride, 0, depth, 0
+        )
+    elif rows == 3:
+        matmul_tile(
+            3, TILE_VECTORS, 0, 32, x, x_stride, w, TILE_COLUMNS, 0, init, init_stride, y, y_stride, 0, depth, 0
+        )
+    elif rows == 2:
+        matmul_tile(
+            2, TILE_VECTORS, 0, 32, x, x_stride, w, TILE_COLUMNS, 0, init, init_stride, y, y_stride, 0, depth, 0
+        )
+    elif rows == 1:
+        matmul_tile(
+            1, TILE_VECTORS, 0, 32, x, x_stride, w, TILE_COLUMNS, 0, init, init_stride, y, y_stride, 0, depth, 0
+        )
+
+
+@compiled
+def linear_share(x: Array, panels: Array, bias: Array, y: Array, first: int, last: int) -> None:
+    """Compute pieces [first, last), where piece p is row tile p % tiles of panel p // tiles.
+
+    x: [n, in]; panels: flat; bias: [panels · TILE_COLUMNS], zeros where there is none; y: [n, out].
+    """
+    num_rows, num_in = x.shape
+    num_out = y.shape[1]
+    tiles = (num_rows + TILE_ROWS - 1) // TILE_ROWS
+    cuts = (num_in + _DEPTH - 1) // _DEPTH
+    x_at, panels_at, bias_at, y_at = x.ctypes.data, panels.ctypes.data, bias.ctypes.data, y.ctypes.data
+    spare = np.empty((TILE_ROWS, TILE_COLUMNS), np.float32)  # for the last panel, where y has fewer columns
+    piece = first
+    while piece < last:
+        panel = piece // tiles
+        end = min(last, (panel + 1) * tiles)
+        column = panel * TILE_COLUMNS
+        fits = column + TILE_COLUMNS <= num_out
+        for cut in range(cuts):
+            begin, stop = num_in * cut // cuts, num_in * (cut + 1) // cuts
+            w = panels_at + (panel * num_in + begin) * TILE_COLUMNS * 4
+            for tile in range(piece - panel * tiles, end - panel * tiles):
+                row, below = num_rows * tile // tiles, num_rows * (tile + 1) // tiles
+                source = x_at + (row * num_in + begin) * 4
+                if fits:
+                    target, stride = y_at + (row * num_out + column) * 4, num_out
+                else:
+                    target, stride = spare.ctypes.data, TILE_COLUMNS
+                    if cut > 0:
+                        for i in range(below - row):
+                            for j in range(num_out - column):
+                                spare[i, j] = y[row + i, column + j]
+                if cut == 0:
+                    _tile(below - row, source, num_in, w, bias_at + column * 4, 0, target, stride, stop - begin)
+                else:
+                    _tile(below - row, source, num_in, w, target, stride, target, stride, stop - begin)
+                if not fits:
+                    for i in range(below - row):
+                        for j in range(num_out - column):
+                            y[row + i, column + j] = spare[i, j]
+        piece = end
+
+
+@compiled_parallel
+def linear_parallel(x: Array, panels: Array, bias: Array, y: Array, workers: int) -> None:
+    tiles = (x.shape[0] + TILE_ROWS - 1) // TILE_ROWS
+    pieces = bias.shape[0] // TILE_COLUMNS * tiles
+    for worker in prange(workers):
+        linear_share(x, panels, bias, y, pieces * worker // workers, pieces * (worker + 1) // workers)
 
 
 @dataclass(slots=True)
-class OneDnnLinear:
-    """A float32 weight in oneDNN's blocked layout; the plain copy is not kept."""
+class PanelLinear:
+    """A float32 weight in panels; the plain copy is not kept."""
 
-    packed: Tensor
-    bias: Tensor | None
+    panels: Array  # [num_panels · in · TILE_COLUMNS]
+    bias: Array  # [num_panels · TILE_COLUMNS]
     in_features: int
     out_features: int
+    workers: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return out
+        """x: [n, in] float32, contiguous → new [n, out]."""
+        y = torch.empty(x.shape[0], self.out_features)
+        linear_parallel(x.numpy(), self.panels, self.bias, y.numpy(), self.workers)
+        return y
 
 
-def pack(weight: Tensor, bias: Tensor | None) -> OneDnnLinear:
-    """Lay out weight [out, in] float32 on CPU. Raises `RuntimeError` where torch has no oneDNN linears."""
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS_HINT)
-    out_features, in_features = weight.shape
-    return OneDnnLinear(packed, None if bias is None else bias.detach().contiguous(), in_features, out_features)
-
-
-def is_available() -> bool:
-    """Whether this build of torch has prepacked oneDNN linears and they compute the right thing here."""
-    weight, bias, x = torch.randn(24, 40), torch.randn(24), torch.randn(3, 40)
-    try:
-        got = pack(weight, bias)(x)
-    except (RuntimeError, AttributeError, NotImplementedError) as error:
-        logger.info("oneDNN prepacked linears are not available (%s); using torch's own", str(error).split("\n")[0])
-        return False
-    return torch.allclose(got, torch.nn.functional.linear(x, weight, bias), atol=1e-4)
+def pack(weight: Tensor, bias: Tensor | None, workers: int) -> PanelLinear:
+    """Lay out weight [out, in] float32 on CPU for `workers` threads."""
+    num_out, num_in = weight.shape
+    num_panels = -(-num_out // TILE_COLUMNS)
+    panels = torch.empty(num_panels, num_in, TILE_COLUMNS)
+    whole = num_out // TILE_COLUMNS
+    panels[:whole] = weight[: whole * TILE_COLUMNS].view(whole, TILE_COLUMNS, num_in).transpose(1, 2)
+    if whole < num_panels:
+        rest = weight[whole * TILE_COLUMNS :]
+        panels[whole].zero_()
+        panels[whole, :, : len(rest)] = rest.t()
+    padded = torch.zeros(num_panels * TILE_COLUMNS)
+    if bias is not None:
+        padded[:num_out] = bias
+    return PanelLinear(panels.flatten().numpy(), padded.numpy(), num_in, num_out, workers)
