@@ -19,60 +19,110 @@ from numba import prange
 from torch import Tensor
 
 from loraserve.kernels.cpu_math import compiled, compiled_parallel, fast_exp
+from loraserve.kernels.cpu_simd import LANES, SMALL_TILE, dot_tile, matmul_tile, prefetch
 from loraserve.kernels.metadata import AttentionBatch
 
 Array = np.ndarray[Any, Any]
 
 _BLOCK = 32  # positions scored before their values are read: their K and V stay in the first-level cache
+_AHEAD = 16  # positions whose K and V are asked for before they are needed
 _LOWEST = -1e30  # start of the running maximum; finite, so that differences are never NaN
 _MAX_ITEM_TOKENS = 16  # with more new tokens torch is faster: at 16 it needs 1.4 times as long, at 64 the same or less
 _SERIAL_WORK = 1 << 17  # positions × heads × head_dim below which one thread is faster than waking the others
 
 
 @compiled
+def _scores(rows: int, q: int, k: int, stride: int, where: int, width: int, scale: float, out: int) -> None:
+    """Products of `rows` ≤ 4 query heads of one KV head with one position.
+
+    q, k, where, out are addresses; `stride` separates positions in k, _BLOCK heads in out.
+    """
+    if rows == 4:
+        dot_tile(4, 1, 32, q, width, k, stride, where, width, out, _BLOCK, 1, scale)
+    elif rows == 3:
+        dot_tile(3, 1, 32, q, width, k, stride, where, width, out, _BLOCK, 1, scale)
+    elif rows == 2:
+        dot_tile(2, 1, 32, q, width, k, stride, where, width, out, _BLOCK, 1, scale)
+    else:
+        dot_tile(1, 1, 32, q, width, k, stride, where, width, out, _BLOCK, 1, scale)
+
+
+@compiled
+def _values(rows: int, weights: int, v: int, stride: int, where: int, count: int, acc: int, width: int) -> None:
+    """Add the values of `count` positions, weighted, to the sums of `rows` ≤ 4 query heads of one KV head."""
+    wide = SMALL_TILE * LANES
+    column = 0
+    while column + wide <= width:
+        to, source = acc + column * 4, v + column * 4
+        if rows == 4:
+            matmul_tile(4, SMALL_TILE, 0, 32, weights, _BLOCK, source, stride, where, to, width, to, width, 0, count, 0)
+        elif rows == 3:
+            matmul_tile(3, SMALL_TILE, 0, 32, weights, _BLOCK, source, stride, where, to, width, to, width, 0, count, 0)
+        elif rows == 2:
+            matmul_tile(2, SMALL_TILE, 0, 32, weights, _BLOCK, source, stride, where, to, width, to, width, 0, count, 0)
+        else:
+            matmul_tile(1, SMALL_TILE, 0, 32, weights, _BLOCK, source, stride, where, to, width, to, width, 0, count, 0)
+        column += wide
+    while column < width:
+        columns = min(LANES, width - column)
+        for row in range(rows):
+            to, mine = acc + (row * width + column) * 4, weights + row * _BLOCK * 4
+            matmul_tile(1, 1, 1, 32, mine, 0, v + column * 4, stride, where, to, 0, to, 0, 0, count, columns)
+        column += LANES
+
+
+@compiled
+def _prefetch_row(k: int, v: int, number: int, size: int) -> None:
+    # Pages lie in no order that the processor could foresee.
+    offset = np.int64(number) * size
+    for line in range(offset, offset + size, 64):
+        prefetch(k + line)
+        prefetch(v + line)
+
+
+@compiled
 def _attend_span(
     q: Array,
+    token: int,
     k: Array,
     v: Array,
     where: Array,
     first: int,
     last: int,
+    next_where: Array,
+    next_first: int,
+    next_last: int,
+    scale: float,
     scores: Array,
     top: Array,
     total: Array,
     acc: Array,
-    kv_of: Array,
 ) -> None:
-    """Online softmax of one token over positions [first, last). q: [heads, head_dim], scaled.
+    """Online softmax of one token over positions [first, last). q: [n, heads, head_dim]; where: [positions] int32.
 
-    `kv_of` [heads] is each head's KV head. Updates the running maximum `top` [heads], sum `total` [heads] and weighted
-    values `acc` [heads, head_dim].
+    Updates the running maximum `top` [heads], sum `total` [heads] and weighted values `acc` [heads, head_dim].
     """
-    heads, width = q.shape
-    for at in range(first, last, scores.shape[1]):
-        count = min(scores.shape[1], last - at)
-        quads = count - count % 4
-        # Four positions at a time: a row of q is loaded once for four rows of K, and four sums run side by side.
-        for j in range(0, quads, 4):
-            r0, r1 = np.uint64(where[at + j]), np.uint64(where[at + j + 1])
-            r2, r3 = np.uint64(where[at + j + 2]), np.uint64(where[at + j + 3])
-            for h in range(heads):
-                kh = kv_of[h]
-                s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-                for d in range(width):
-                    s0 += q[h, d] * k[r0, kh, d]
-                    s1 += q[h, d] * k[r1, kh, d]
-                    s2 += q[h, d] * k[r2, kh, d]
-                    s3 += q[h, d] * k[r3, kh, d]
-                scores[h, j], scores[h, j + 1], scores[h, j + 2], scores[h, j + 3] = s0, s1, s2, s3
-        for j in range(quads, count):
-            r0 = np.uint64(where[at + j])
-            for h in range(heads):
-                kh = kv_of[h]
-                s0 = np.float32(0)
-                for d in range(width):
-                    s0 += q[h, d] * k[r0, kh, d]
-                scores[h, j] = s0
+    heads, width = q.shape[1], q.shape[2]
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    stride = kv_heads * width
+    q_at, k_at, v_at = q.ctypes.data + token * heads * width * 4, k.ctypes.data, v.ctypes.data
+    where_at, scores_at, acc_at = where.ctypes.data, scores.ctypes.data, acc.ctypes.data
+    for at in range(first, last, _BLOCK):
+        count = min(_BLOCK, last - at)
+        # One position at a time: K is read as it lies in memory, and the prefetches are spread between the products.
+        for j in range(count):
+            ahead = at + j + _AHEAD
+            if ahead < last:
+                _prefetch_row(k_at, v_at, where[ahead], stride * 4)
+            elif next_first + ahead - last < next_last:
+                _prefetch_row(k_at, v_at, next_where[next_first + ahead - last], stride * 4)
+            spot = where_at + (at + j) * 4
+            for kv_head in range(kv_heads):
+                for h in range(kv_head * group, (kv_head + 1) * group, 4):
+                    rows = min(4, (kv_head + 1) * group - h)
+                    mine, out = q_at + h * width * 4, scores_at + (h * _BLOCK + j) * 4
+                    _scores(rows, mine, k_at + kv_head * width * 4, stride, spot, width, scale, out)
         for h in range(heads):
             highest = top[h]
             for j in range(count):
@@ -87,21 +137,12 @@ def _attend_span(
             top[h] = highest
             for d in range(width):
                 acc[h, d] *= shrink
-        for j in range(0, quads, 4):
-            r0, r1 = np.uint64(where[at + j]), np.uint64(where[at + j + 1])
-            r2, r3 = np.uint64(where[at + j + 2]), np.uint64(where[at + j + 3])
-            for h in range(heads):
-                kh = kv_of[h]
-                w0, w1, w2, w3 = scores[h, j], scores[h, j + 1], scores[h, j + 2], scores[h, j + 3]
-                for d in range(width):
-                    acc[h, d] += w0 * v[r0, kh, d] + w1 * v[r1, kh, d] + w2 * v[r2, kh, d] + w3 * v[r3, kh, d]
-        for j in range(quads, count):
-            r0 = np.uint64(where[at + j])
-            for h in range(heads):
-                kh = kv_of[h]
-                w0 = scores[h, j]
-                for d in range(width):
-                    acc[h, d] += w0 * v[r0, kh, d]
+        spot = where_at + at * 4
+        for kv_head in range(kv_heads):
+            for h in range(kv_head * group, (kv_head + 1) * group, 4):
+                rows = min(4, (kv_head + 1) * group - h)
+                to, weights = acc_at + h * width * 4, scores_at + h * _BLOCK * 4
+                _values(rows, weights, v_at + kv_head * width * 4, stride, spot, count, to, width)
 
 
 @compiled
@@ -130,10 +171,6 @@ def decode_share(
     top = np.empty(heads, np.float32)
     total = np.empty(heads, np.float32)
     acc = np.empty((heads, width), np.float32)
-    scaled = np.empty((heads, width), np.float32)
-    kv_of = np.empty(heads, np.uint64)
-    for h in range(heads):
-        kv_of[h] = h // (heads // k.shape[1])
     item = 0
     while begin < end and ends[item] <= begin:
         item += 1
@@ -147,8 +184,13 @@ def decode_share(
             total[h] = np.float32(0)
             for d in range(width):
                 acc[h, d] = np.float32(0)
-                scaled[h, d] = q[token, h, d] * scale
-        _attend_span(scaled, k, v, locations[row], offset + begin, offset + stop, scores, top, total, acc, kv_of)
+        first, last = offset + begin, offset + stop
+        # What will be read after this item; nothing if it is the last.
+        following = min(item + 1, ends.shape[0] - 1)
+        next_row, next_first = items[following, 1], items[following, 2]
+        next_last = next_first + min(_AHEAD, end - stop)
+        where, then = locations[row], locations[next_row]
+        _attend_span(q, token, k, v, where, first, last, then, next_first, next_last, scale, scores, top, total, acc)
         if begin == item_begin and stop == ends[item]:
             for h in range(heads):
                 inverse = np.float32(1) / total[h]

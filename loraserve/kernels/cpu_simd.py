@@ -37,6 +37,7 @@ LANES = _lanes()
 # ARM, 16 otherwise, where 4 × 3 needs all of them and LLVM spills: half the speed of 6 × 2.
 _MANY_REGISTERS = LANES == 16 or "aarch64" in llvmlite.binding.get_default_triple()
 TILE_ROWS, TILE_VECTORS = (8, 3) if _MANY_REGISTERS else (6, 2)
+SMALL_TILE = 4 if _MANY_REGISTERS else 2  # the other side of a tile of up to four rows
 TILE_COLUMNS = TILE_VECTORS * LANES
 
 _FLOAT, _INT32, _INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
@@ -273,5 +274,19 @@ def _dot_tile(
     return signature, generate
 
 
+def _prefetch(context: Any, address: Any) -> Any:
+    """Ask for the cache line at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        byte = ir.IntType(8).as_pointer()
+        function = _declare(builder.module, ir.FunctionType(ir.VoidType(), [byte, *[_INT32] * 3]), "llvm.prefetch.p0")
+        read, keep, data = (ir.Constant(_INT32, value) for value in (0, 0, 1))
+        builder.call(function, [builder.inttoptr(arguments[0], byte), read, keep, data])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), generate
+
+
+prefetch: Any = intrinsic(_prefetch)
 matmul_tile: Any = intrinsic(prefer_literal=True)(_matmul_tile)
 dot_tile: Any = intrinsic(prefer_literal=True)(_dot_tile)
