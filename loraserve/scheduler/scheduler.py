@@ -102,7 +102,7 @@ class Scheduler:
         return sum(self.abort(request.id, FinishReason.ABORT, error) for request in users)
 
     def forget_version(self, version: str) -> int:
-        """Free the cached KV of an adapter version, as far as no running request uses it; pages freed."""
+        """Free the cached KV of an adapter version, once its last device lease is back; pages freed."""
         return self._cache.drop_namespaces(lambda namespace: namespace_uses(namespace, version))
 
     def get_next_batch(self) -> ScheduleBatch | None:

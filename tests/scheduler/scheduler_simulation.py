@@ -317,7 +317,8 @@ def simulate(world: World, seed: int, steps: int, *, load: float = 0.35, check_e
         if rng.random() < 0.002 and world.gate.adapters:
             version = rng.choice(list(world.gate.adapters))
             world.scheduler.abort_version(version, RequestAborted("unloaded"))
-            world.scheduler.forget_version(version)
+            if not world.gate.adapters[version].leases:  # who leaves late still has cached pages of it
+                world.scheduler.forget_version(version)
         for adapter in world.gate.adapters.values():  # a broken file is replaced now and then
             if adapter.state == AdapterState.FAILED and rng.random() < 0.02:
                 adapter.state = AdapterState.ABSENT
