@@ -53,7 +53,7 @@ class World:
             self.model,
             kernels="reference",
             cache={"page_size": 4, "kv_memory": (100 if small else 8000) * KV_OF_A_TOKEN},
-            lora={"lora_memory": 120 * 1024 if small else 16 * 2**20, "lora_page_rows": 4},
+            lora={"lora_memory": 220 * 1024 if small else 16 * 2**20, "lora_page_rows": 4},
             scheduler={"max_running": 6, "prefill_chunk": 7, "overlap_schedule": overlap},
         )
         driver = Driver(config, DEVICE if place is Place.CUDA else None)
@@ -71,8 +71,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     for seed, name in enumerate(("a", "b", "c")):
         world.adapters[name] = make_adapter(model, root / name, seed, **everything)
     world.adapters["later"] = make_variant(model, root / "later", 4, alora_invocation_tokens=INVOCATION, **everything)
-    # Its tokens are beyond the base's vocabulary, and their embeddings are looked up on the host.
-    world.adapters["wider"] = make_variant(model, root / "wider", 5, new_tokens=5, save_embeddings=True, **PLAIN)
+    # It generates tokens beyond the base's vocabulary, and its embeddings are looked up on the host.
+    both = {"modules_to_save": ["embed_tokens", "lm_head"]}
+    world.adapters["wider"] = make_variant(model, root / "wider", 5, new_tokens=5, **PLAIN, **both)
     return world
 
 
