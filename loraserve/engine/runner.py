@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,7 +24,7 @@ from loraserve.models.decoder import Decoder
 from loraserve.models.forward_batch import ForwardBatch
 from loraserve.models.replaced import plan_logits_rows, plan_step_rows, vocab_size_of
 from loraserve.scheduler.batch import ModelWorkerBatch
-from loraserve.scheduler.request import Request
+from loraserve.scheduler.request import AdapterUse, Request
 
 # Logits of this many rows are held at once when a prompt's log-probabilities are wanted.
 _PROMPT_ROWS_BLOCK = 128
@@ -114,7 +114,7 @@ class ModelRunner:
             rows = self._tensor(np.array([row for row, count in enumerate(counts) if count is not None]))
             most = max(count or 0 for count in counts)
             logprobs = logprob_tensors(logits[rows], chosen[rows].clamp(min=0), most)
-        may_wait = not self._shows_tokens(batch)
+        may_wait = not self._needs_ids(batch.adapters)
         return PendingStep(len(batch.requests), due.tolist(), chosen, counts, logprobs, may_wait)
 
     def execute(self, batch: ModelWorkerBatch, prepared: ForwardBatch | GraphStep) -> StepOutput:
@@ -142,17 +142,18 @@ class ModelRunner:
                 self._watch(batch.requests[i].id, at, logits[row : row + 1, : widths[row]])
         return [_sampling_row(batch, i, width) for i, width in zip(due, widths, strict=True)]
 
-    def _shows_tokens(self, batch: ModelWorkerBatch) -> bool:
-        """Whether the host must see the step's tokens before the next step, whose embeddings it has to look up."""
+    def _needs_ids(self, adapters: Iterable[tuple[AdapterUse, ...]]) -> bool:
+        """Whether the host must know the tokens of such sequences to compute them: it looks up rows for them."""
         replaced = self._residency.tables.replaced
         return bool(replaced) and any(
-            Table.EMBED in replaced.get(self._residency.slot(use.version), ())
-            for adapters in batch.adapters
-            for use in adapters
+            Table.EMBED in replaced.get(self._residency.slot(use.version), ()) for uses in adapters for use in uses
         )
 
     def _fill_in(self, batch: ModelWorkerBatch, input_ids: Tensor) -> None:
+        """Complete the ids on the device with tokens that the host does not know."""
         if batch.has_pending:
+            pending = np.flatnonzero(batch.input_ids < 0).tolist()  # only decode sequences, which come first
+            assert not self._needs_ids(batch.adapters[i] for i in pending), "planned ahead of a token that is needed"
             assert self._next_tokens is not None
             self._next_tokens.fill_in(input_ids)
 

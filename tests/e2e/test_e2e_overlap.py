@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from engine_driver import Driver, engine_config
-from pretend_cuda import DEVICE, PretendCuda
+from pretend_cuda import DEVICE, EagerGraphs, PretendCuda
 from tiny_models import ATTENTION, MLP, make_adapter, make_model
 from variants import INVOCATION, VOCAB, make_variant
 
@@ -26,7 +26,7 @@ class Place(StrEnum):
     """Where the engine computes."""
 
     CPU = "cpu"  # where overlapping is asked for
-    CUDA = "cuda"  # pretended; where it is the default
+    CUDA = "cuda"  # pretended, with captured decode steps
 
 
 @dataclass
@@ -56,7 +56,8 @@ class World:
             lora={"lora_memory": 220 * 1024 if small else 16 * 2**20, "lora_page_rows": 4},
             scheduler={"max_running": 6, "prefill_chunk": 7, "overlap_schedule": overlap},
         )
-        driver = Driver(config, DEVICE if place is Place.CUDA else None)
+        graphs = EagerGraphs() if place is Place.CUDA and overlap else None
+        driver = Driver(config, DEVICE if place is Place.CUDA else None, graphs)
         for name, folder in self.adapters.items():
             driver.load(name, folder)
         return driver
