@@ -139,6 +139,9 @@ class SchedulerConfig:
     max_step_s: float = option(
         0.5, "About the longest a forward with prompt tokens may take: it gets as many as that allows; 0: no limit."
     )
+    overlap_schedule: bool | None = option(
+        None, "Schedule and launch a step while the one before it is computed (default: on a GPU only)."
+    )
     max_waiting: int = option(4096, "Requests that may wait before new ones get 429.")
     policy: Policy = option("fcfs", "Order in which waiting requests are admitted.")
     request_timeout_s: float = option(600.0, "Longest life of a request that sets no timeout_s itself.")

@@ -95,6 +95,24 @@ class PretendCuda(TorchDispatchMode):
         return _run(func, args, kwargs or {})
 
 
+class EagerGraphs:
+    """A stand-in for graphs: runs what was captured anew for each replay, into the tensor of the capture."""
+
+    def __init__(self) -> None:
+        self.num_captures = self.num_replays = 0
+
+    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        self.num_captures += 1
+        output = run()
+
+        def replay() -> Tensor:
+            self.num_replays += 1
+            output.copy_(run())
+            return output
+
+        return replay
+
+
 def _check_indexed(indexed: Any, index: Any) -> None:
     if not isinstance(indexed, OnCuda) and _any_cuda(index):
         raise DeviceMismatch("a CPU tensor is indexed by one on cuda")

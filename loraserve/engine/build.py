@@ -12,6 +12,7 @@ import torch
 from loraserve.config import EngineConfig, format_bytes
 from loraserve.engine.adapters import AdapterDesk
 from loraserve.engine.graphs import MAX_BLEND, CudaGraphs, DecodeGraphs, GraphDevice
+from loraserve.engine.in_flight import NextTokens
 from loraserve.engine.location_table import LocationTable
 from loraserve.engine.loop import EngineLoop
 from loraserve.engine.memory import MemoryPlan, plan_memory, step_bytes
@@ -196,7 +197,11 @@ def _runner(
         except RuntimeError as error:  # too little memory is one of torch's as well
             logger.warning("decode steps could not be captured and run without graphs: %s", error)
             graphs = None
-    return ModelRunner(decoder, kv, residency, locations, device, watch, graphs)
+    overlaps = config.scheduler.overlap_schedule
+    if overlaps is None:  # a CPU's steps are computed by the thread that would schedule
+        overlaps = device.type == "cuda"
+    next_tokens = NextTokens(cache.table.shape[0], device) if overlaps else None
+    return ModelRunner(decoder, kv, residency, locations, device, watch, graphs, next_tokens)
 
 
 def _residency(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from loraserve.engine.sampler import SamplingRow, uniform
+from loraserve.engine.sampler import BROKEN, SamplingRow, uniform
+from loraserve.kernels.transfer import to_device
 
 
 def sample_on_device(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int | None]:
@@ -16,19 +18,24 @@ def sample_on_device(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int | 
     The same filters in the same order as `sampler.sample`, and the same draw for the same seed and step; but the mass
     is always summed from the most likely token on, so that a draw may fall on another token than on the CPU.
     """
+    return [token if token != BROKEN else None for token in choose_on_device(logits, rows).tolist()]
+
+
+def choose_on_device(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """`sample_on_device` without waiting for the outcome: [num_rows] int64, `BROKEN` where logits are not finite."""
     if any(row.vocab_size is not None and row.vocab_size < logits.shape[-1] for row in rows):
-        widths = torch.tensor([row.vocab_size or logits.shape[-1] for row in rows]).to(logits.device, non_blocking=True)
+        widths = to_device(np.array([row.vocab_size or logits.shape[-1] for row in rows]), logits.device)
         beyond = torch.arange(logits.shape[-1], device=logits.device)[None, :] >= widths[:, None]
         logits = logits.masked_fill(beyond, float("-inf"))
     peaks, best = logits.max(dim=-1)
-    chosen = torch.where(torch.isfinite(peaks), best, -1)
+    chosen = torch.where(torch.isfinite(peaks), best, BROKEN)
     drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
     if drawn:
         picked, told = _settings(rows, drawn, logits.device)
         subset = logits if len(drawn) == len(rows) else logits[picked]
         tokens = _draw(subset, told, any(row.params.top_k > 0 for row in rows))
         chosen[picked] = torch.where(chosen[picked] < 0, chosen[picked], tokens)
-    return [token if token >= 0 else None for token in chosen.tolist()]
+    return chosen
 
 
 def _settings(rows: Sequence[SamplingRow], drawn: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -42,7 +49,7 @@ def _settings(rows: Sequence[SamplingRow], drawn: list[int], device: torch.devic
         [uniform(rows[i].seed, rows[i].step) for i in drawn],
         [float(i) for i in drawn],
     ]
-    sent = torch.tensor(table, dtype=torch.float64).to(device, non_blocking=True)
+    sent = to_device(np.array(table), device)
     return sent[5].long(), sent[:5]
 
 

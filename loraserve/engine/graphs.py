@@ -138,6 +138,10 @@ class DecodeGraphs:
         self._step.fill(batch, size, segments)
         return GraphStep(size, flavour, count)
 
+    def input_ids(self, step: GraphStep) -> Tensor:
+        """The step's input ids in the static arrays, [num_rows] int64, to be completed before `run`."""
+        return self._step.input_ids(step.num_rows)
+
     def run(self, step: GraphStep) -> Tensor:
         """The step's logits, [num_rows, vocab] float32; the next run overwrites them."""
         return self._graph(step.size, step.flavour).replay()[: step.num_rows]

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loraserve.kernels.transfer import to_device
 from loraserve.kvcache.req_to_token import DirtySpan
 
 
@@ -47,5 +48,5 @@ class LocationTable:
         starts = [np.arange(span.start, span.stop, dtype=np.int64) + span.row * width for span in spans]
         values = [self._table[span.row, span.start : span.stop] for span in spans]
         places = np.concatenate(starts)
-        sent = torch.from_numpy(np.stack((places, np.concatenate(values).astype(np.int64)))).to(self.tensor.device)
+        sent = to_device(np.stack((places, np.concatenate(values).astype(np.int64))), self.tensor.device)
         self.tensor.view(-1).index_copy_(0, sent[0], sent[1].to(torch.int32))

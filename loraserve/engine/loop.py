@@ -1,4 +1,8 @@
-"""The step loop: intake → schedule → forward → sample → commit → emit. One thread owns it and all device state."""
+"""The step loop: intake → schedule → forward → sample → commit → emit. One thread owns it and all device state.
+
+Where a step can wait for its commit (see `LaunchedStep`), the next one is scheduled and launched before, so that the
+device always has work while the host does its own.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,14 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import psutil
 import torch
 
 from loraserve.engine.adapters import AdapterDesk
 from loraserve.engine.counters import StepCounters
+from loraserve.engine.in_flight import LaunchedStep, StepOutput
 from loraserve.engine.messages import (
     AdapterStatus,
     AddRequest,
@@ -22,7 +28,7 @@ from loraserve.engine.messages import (
     RequestOutput,
     TokenLogprobs,
 )
-from loraserve.engine.runner import ModelRunner, StepOutput
+from loraserve.engine.runner import ModelRunner
 from loraserve.engine.sampler import Logprobs
 from loraserve.errors import InvalidToken, LoraserveError, NonFiniteLogits, RequestAborted
 from loraserve.scheduler.batch import ScheduleBatch
@@ -37,6 +43,14 @@ logger = logging.getLogger(__name__)
 UPLOAD_SHARE = 0.25
 UPLOAD_PIECE_BYTES = 2**20
 SHORTEST_UPLOAD_S, IDLE_UPLOAD_S = 0.001, 0.02
+
+
+class _Flying(NamedTuple):
+    """A launched step; `step` is None if the launch went wrong."""
+
+    batch: ScheduleBatch
+    step: LaunchedStep | None
+    started: float
 
 
 class EngineLoop:
@@ -64,6 +78,8 @@ class EngineLoop:
         self._outputs: list[RequestOutput] = []
         self._open: set[str] = set()
         self._upload_s = IDLE_UPLOAD_S
+        self._flying: _Flying | None = None  # launched and not committed yet
+        self._finished_at = 0.0  # monotonic seconds of the last step's end
         self._counters = StepCounters()
         self._process = psutil.Process(os.getpid())
 
@@ -71,19 +87,18 @@ class EngineLoop:
         """Move everything on by one forward at most; False when there was nothing to run."""
         self._move_adapters()
         batch = self._scheduler.get_next_batch()
-        if batch is None:
+        earlier, self._flying = self._flying, None
+        if batch is None and earlier is None:
             self._upload_s = IDLE_UPLOAD_S
             self._emit(None, None)
             return False
-        started = time.monotonic()
-        output = self._forward(batch)
-        if output is not None:
-            self._scheduler.commit(batch, output.tokens)
-        seconds = time.monotonic() - started
-        self._upload_s = max(SHORTEST_UPLOAD_S, UPLOAD_SHARE * seconds)
-        self._scheduler.note_step(batch, seconds)
-        self._counters.count_step(batch, seconds)
-        self._emit(batch, output)
+        launched = None if batch is None else self._launch(batch)
+        if earlier is not None:
+            self._finish(earlier)
+        if launched is not None and launched.step is not None and launched.step.may_wait:
+            self._flying = launched
+        elif launched is not None:
+            self._finish(launched)
         return True
 
     @property
@@ -239,23 +254,50 @@ class EngineLoop:
         while self._adapters.advance(UPLOAD_PIECE_BYTES) and time.monotonic() < end:
             pass
 
-    def _forward(self, batch: ScheduleBatch) -> StepOutput | None:
-        """Run the forward; if it fails, its requests end with the error and everybody else goes on."""
+    def _launch(self, batch: ScheduleBatch) -> _Flying:
+        """Give a step to the device."""
+        started = time.monotonic()
+        step = None
         try:
             with torch.no_grad():
-                worker_batch = batch.to_worker_batch()
-                output = self._runner.execute(worker_batch, self._runner.prepare(worker_batch))
+                step = self._runner.launch(batch.to_worker_batch())
         except Exception as error:
-            ids = ", ".join(entry.request.id for entry in batch.entries)
-            logger.exception("a step failed; its requests end: %s", ids)
-            known = error if isinstance(error, LoraserveError) else LoraserveError("internal error in a forward")
-            self._scheduler.fail(batch, known)
-            return None
+            self._fail(batch, error)
+        return _Flying(batch, step, started)
+
+    def _finish(self, flying: _Flying) -> None:
+        """Take a step's outcome: commit and emit it."""
+        batch, output = flying.batch, None
+        if flying.step is not None:
+            try:
+                output = flying.step.wait()
+            except Exception as error:
+                self._fail(batch, error)
+            else:
+                self._end_broken(batch, output)
+                self._scheduler.commit(batch, output.tokens)
+        now = time.monotonic()
+        seconds = now - max(flying.started, self._finished_at)
+        self._finished_at = now
+        self._upload_s = max(SHORTEST_UPLOAD_S, UPLOAD_SHARE * seconds)
+        self._scheduler.note_step(batch, seconds)
+        self._counters.count_step(batch, seconds)
+        self._emit(batch, output)
+
+    def _fail(self, batch: ScheduleBatch, error: Exception) -> None:
+        """A step went wrong: its requests end with the error and everybody else goes on."""
+        ids = ", ".join(entry.request.id for entry in batch.entries)
+        logger.error("a step failed; its requests end: %s", ids, exc_info=error)
+        known = error if isinstance(error, LoraserveError) else LoraserveError("internal error in a forward")
+        self._scheduler.fail(batch, known)
+
+    def _end_broken(self, batch: ScheduleBatch, output: StepOutput) -> None:
+        """End whoever's logits were not finite."""
         for index in output.broken:
-            request = worker_batch.requests[index]
-            logger.error("request %s: logits are not finite", request.id)
-            self._scheduler.abort(request.id, FinishReason.ERROR, NonFiniteLogits("the logits are not finite"))
-        return output
+            request = batch.entries[index].request
+            if not request.is_finished:
+                logger.error("request %s: logits are not finite", request.id)
+                self._scheduler.abort(request.id, FinishReason.ERROR, NonFiniteLogits("the logits are not finite"))
 
     def _emit(self, batch: ScheduleBatch | None, output: StepOutput | None) -> None:
         logprobs: dict[str, Logprobs] = {}

@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from loraserve.engine.device_sampler import sample_on_device
+from loraserve.engine.device_sampler import choose_on_device, sample_on_device
 from loraserve.engine.graphs import DecodeGraphs, GraphStep
+from loraserve.engine.in_flight import ComputedStep, LaunchedStep, NextTokens, PendingStep, StepOutput
 from loraserve.engine.location_table import LocationTable
-from loraserve.engine.sampler import Logprobs, SamplingRow, logprobs_of, sample
+from loraserve.engine.sampler import Logprobs, SamplingRow, choose_on_host, logprob_tensors, logprobs_of, sample
 from loraserve.kernels.metadata import AttentionBatch
+from loraserve.kernels.transfer import to_device
 from loraserve.kvcache.pool import KVCache
 from loraserve.lora.batch import build_segments
 from loraserve.lora.residency import AdapterResidency
+from loraserve.lora.tables import Table
 from loraserve.models.decoder import Decoder
 from loraserve.models.forward_batch import ForwardBatch
 from loraserve.models.replaced import plan_logits_rows, plan_step_rows, vocab_size_of
 from loraserve.scheduler.batch import ModelWorkerBatch
-from loraserve.scheduler.request import Request
+from loraserve.scheduler.request import AdapterUse, Request
 
 # Logits of this many rows are held at once when a prompt's log-probabilities are wanted.
 _PROMPT_ROWS_BLOCK = 128
 
 LogitsWatch = Callable[[str, int, Tensor], None]
 """Sees every row of logits that is computed: request id, position of the first row, logits [num_rows, vocab] fp32."""
-
-
-class StepOutput(NamedTuple):
-    """Per sequence of the step: the sampled token, or None if none was due or its logits were not finite."""
-
-    tokens: list[int | None]
-    logprobs: list[Logprobs | None]
-    broken: list[int]  # sequences whose logits were not finite
 
 
 @dataclass(slots=True)
@@ -48,7 +42,10 @@ class PromptLogprobs:
 
 
 class ModelRunner:
-    """Runs one step on the device. Belongs to the engine's thread."""
+    """Runs steps on the device. Belongs to the engine's thread.
+
+    With `next_tokens` a step's tokens stay there for the next one, which may be launched before anybody has seen them.
+    """
 
     def __init__(
         self,
@@ -59,6 +56,7 @@ class ModelRunner:
         device: torch.device,
         watch: LogitsWatch | None = None,
         graphs: DecodeGraphs | None = None,
+        next_tokens: NextTokens | None = None,
     ) -> None:
         self._decoder = decoder
         self._kv = kv
@@ -67,7 +65,9 @@ class ModelRunner:
         self._device = device
         self._watch = watch
         self._graphs = graphs
+        self._next_tokens = next_tokens
         self._sample = sample if device.type == "cpu" else sample_on_device
+        self._choose = choose_on_host if device.type == "cpu" else choose_on_device
         self.prompt_logprobs: dict[str, PromptLogprobs] = {}
 
     def prepare(self, batch: ModelWorkerBatch) -> ForwardBatch | GraphStep:
@@ -75,14 +75,17 @@ class ModelRunner:
         slots = [[(self._residency.slot(use.version), use.scale) for use in adapters] for adapters in batch.adapters]
         self._locations.update()
         if self._graphs is not None and (step := self._graphs.prepare(batch, slots)) is not None:
+            self._fill_in(batch, self._graphs.input_ids(step))
             return step
         affine, replaced = self._residency.tables.affine_slots, self._residency.tables.replaced
         sampled = np.flatnonzero(batch.sample)
         last = (batch.q_indptr[1:] - 1)[sampled].astype(np.int64)
         logits_indptr = np.arange(len(sampled) + 1, dtype=np.int32)
         sampled_slots = [slots[i] for i in sampled]
+        input_ids = self._tensor(batch.input_ids)
+        self._fill_in(batch, input_ids)
         return ForwardBatch(
-            input_ids=self._tensor(batch.input_ids),
+            input_ids=input_ids,
             positions=self._tensor(batch.positions),
             out_loc=self._tensor(batch.out_loc),
             context_lens=self._tensor(batch.context_lens),
@@ -94,6 +97,26 @@ class ModelRunner:
             rows_logits=plan_logits_rows(replaced, sampled_slots, logits_indptr, self._device),
         )
 
+    def launch(self, batch: ModelWorkerBatch) -> LaunchedStep:
+        """Give a step to the device; without `next_tokens` this computes it. Steps run in the order of their launch."""
+        prepared = self.prepare(batch)
+        if self._next_tokens is None:
+            return ComputedStep(self.execute(batch, prepared))
+        due = np.flatnonzero(batch.sample)
+        logits = self._logits(batch, prepared)
+        if logits is None:
+            return PendingStep(len(batch.requests), [], torch.empty(0, device=self._device), [], None, True)
+        chosen = self._choose(logits, self._sampling_rows(batch, due.tolist(), logits))
+        self._next_tokens.put(batch.req_rows[due], chosen)
+        counts = [batch.requests[i].params.logprobs for i in due]
+        logprobs = None
+        if any(count is not None for count in counts):
+            rows = self._tensor(np.array([row for row, count in enumerate(counts) if count is not None]))
+            most = max(count or 0 for count in counts)
+            logprobs = logprob_tensors(logits[rows], chosen[rows].clamp(min=0), most)
+        may_wait = not self._needs_ids(batch.adapters)
+        return PendingStep(len(batch.requests), due.tolist(), chosen, counts, logprobs, may_wait)
+
     def execute(self, batch: ModelWorkerBatch, prepared: ForwardBatch | GraphStep) -> StepOutput:
         """Compute the step and choose the next token of every sequence that is due one."""
         tokens: list[int | None] = [None] * len(batch.requests)
@@ -102,19 +125,37 @@ class ModelRunner:
         due = np.flatnonzero(batch.sample).tolist()
         logits = self._logits(batch, prepared)
         if logits is not None:
-            widths = [self._vocab_size(batch, i) for i in due]
-            if self._watch is not None:
-                for row, i in enumerate(due):
-                    at = int(batch.positions[batch.q_indptr[i + 1] - 1])
-                    self._watch(batch.requests[i].id, at, logits[row : row + 1, : widths[row]])
-            rows = [_sampling_row(batch.requests[i], width) for i, width in zip(due, widths, strict=True)]
-            chosen = self._sample(logits, rows)
+            chosen = self._sample(logits, self._sampling_rows(batch, due, logits))
             for i, token in zip(due, chosen, strict=True):
                 tokens[i] = token
                 if token is None:
                     broken.append(i)
             self._sampled_logprobs(batch, due, logits, chosen, logprobs)
         return StepOutput(tokens, logprobs, broken)
+
+    def _sampling_rows(self, batch: ModelWorkerBatch, due: list[int], logits: Tensor) -> list[SamplingRow]:
+        """How to sample each row of logits; shows them to the watch."""
+        widths = [self._vocab_size(batch, i) for i in due]
+        if self._watch is not None:
+            for row, i in enumerate(due):
+                at = int(batch.positions[batch.q_indptr[i + 1] - 1])
+                self._watch(batch.requests[i].id, at, logits[row : row + 1, : widths[row]])
+        return [_sampling_row(batch, i, width) for i, width in zip(due, widths, strict=True)]
+
+    def _needs_ids(self, adapters: Iterable[tuple[AdapterUse, ...]]) -> bool:
+        """Whether the host must know the tokens of such sequences to compute them: it looks up rows for them."""
+        replaced = self._residency.tables.replaced
+        return bool(replaced) and any(
+            Table.EMBED in replaced.get(self._residency.slot(use.version), ()) for uses in adapters for use in uses
+        )
+
+    def _fill_in(self, batch: ModelWorkerBatch, input_ids: Tensor) -> None:
+        """Complete the ids on the device with tokens that the host does not know."""
+        if batch.has_pending:
+            pending = np.flatnonzero(batch.input_ids < 0).tolist()  # only decode sequences, which come first
+            assert not self._needs_ids(batch.adapters[i] for i in pending), "planned ahead of a token that is needed"
+            assert self._next_tokens is not None
+            self._next_tokens.fill_in(input_ids)
 
     def _logits(self, batch: ModelWorkerBatch, prepared: ForwardBatch | GraphStep) -> Tensor | None:
         """Run the model; logits of the sequences that are due a token, None if none is."""
@@ -147,7 +188,7 @@ class ModelRunner:
         return vocab_size_of(self._residency.tables.replaced, slots, self._decoder.shape.vocab_size)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return to_device(array, self._device)
 
     def _attention(self, batch: ModelWorkerBatch) -> AttentionBatch:
         q_lens = np.diff(batch.q_indptr)
@@ -225,7 +266,10 @@ def _skips_of(batch: ModelWorkerBatch, sequence: int, first: int) -> list[int]:
     return [max(0, use.start - first) for use in batch.adapters[sequence]]
 
 
-def _sampling_row(request: Request, vocab_size: int) -> SamplingRow:
+def _sampling_row(batch: ModelWorkerBatch, sequence: int, vocab_size: int) -> SamplingRow:
+    request = batch.requests[sequence]
     seed = request.params.seed
     assert seed is not None  # the loop gives every request one
-    return SamplingRow(request.params, seed, len(request.output), vocab_size)
+    # Not the length of its output, which may lack the tokens of a step in flight.
+    step = int(batch.seq_lens[sequence]) - len(request.prompt)
+    return SamplingRow(request.params, seed, step, vocab_size)

@@ -14,6 +14,8 @@ from loraserve.sampling import SamplingParams
 # Most nuclei lie within this many tokens; only when one does not is the whole vocabulary sorted.
 _NUCLEUS_GUESS = 1024
 
+BROKEN = -1  # in a tensor of tokens: of a row whose logits are not finite
+
 
 class SamplingRow(NamedTuple):
     """One row to sample: the request's params, its seed, and how many tokens it has generated so far."""
@@ -57,6 +59,11 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int | None]:
     return tokens
 
 
+def choose_on_host(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """`sample` as a tensor: [num_rows] int64, `BROKEN` where a row's logits are not finite."""
+    return torch.tensor([BROKEN if token is None else token for token in sample(logits, rows)], dtype=torch.int64)
+
+
 def _draw(logits: Tensor, row: SamplingRow) -> int:
     """Draw from one row. logits: [vocab]."""
     params = row.params
@@ -89,18 +96,35 @@ def _nucleus(probs: Tensor, ids: Tensor | None, top_p: float) -> tuple[Tensor, T
     return probs[:kept], ids[:kept]
 
 
+class LogprobTensors(NamedTuple):
+    """Log-probabilities of n rows where their logits are, each with the same number k ≥ 0 of alternatives."""
+
+    own: Tensor  # [n], of the rows' tokens
+    values: Tensor  # [n, k], of the best, in order
+    ids: Tensor  # [n, k] int64, which these are
+
+
+def logprob_tensors(logits: Tensor, tokens: Tensor, most: int) -> LogprobTensors:
+    """Log-probabilities of `tokens` [n] and of the `most` best (fewer if there are fewer). logits: [n, vocab] fp32."""
+    logs = logits.log_softmax(dim=-1)
+    own = logs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    values, ids = logs.topk(min(most, logs.shape[-1])) if most else (logs[:, :0], tokens.unsqueeze(1)[:, :0])
+    return LogprobTensors(own, values, ids)
+
+
+def logprobs_from(tensors: LogprobTensors, tokens: Sequence[int], counts: Sequence[int]) -> list[Logprobs]:
+    """The same as values of the host: for row i its token and the `counts[i]` best."""
+    values, ids = tensors.values.tolist(), tensors.ids.tolist()
+    return [
+        Logprobs(token, logprob, list(zip(ids[row][:count], values[row][:count], strict=True)))
+        for row, (token, logprob, count) in enumerate(zip(tokens, tensors.own.tolist(), counts, strict=True))
+    ]
+
+
 def logprobs_of(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[Logprobs]:
     """Log-probabilities of `tokens` and of the `counts[i]` best at each row. logits: [num_rows, vocab] fp32."""
     if not tokens:
         return []
-    logs = logits.log_softmax(dim=-1)
-    own = logs.gather(1, torch.tensor(tokens, device=logs.device).unsqueeze(1)).squeeze(1).tolist()
-    most = max(counts)
-    values, ids = logs.topk(min(most, logs.shape[-1])) if most else (None, None)
-    result = []
-    for row, (token, logprob, count) in enumerate(zip(tokens, own, counts, strict=True)):
-        top: list[tuple[int, float]] = []
-        if count and values is not None and ids is not None:
-            top = list(zip(ids[row, :count].tolist(), values[row, :count].tolist(), strict=True))
-        result.append(Logprobs(token, logprob, top))
-    return result
+    return logprobs_from(
+        logprob_tensors(logits, torch.tensor(tokens, device=logits.device), max(counts)), tokens, counts
+    )

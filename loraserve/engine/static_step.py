@@ -11,8 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loraserve.kernels.metadata import AttentionBatch, LoraSegments
+from loraserve.kernels.transfer import has_copies_behind
 from loraserve.models.forward_batch import ForwardBatch
 from loraserve.scheduler.batch import ModelWorkerBatch
+
+Arrays = dict[str, NDArray[np.generic]]
 
 _ALIGNMENT = 16  # bytes; vector loads of the kernels start there
 
@@ -47,6 +50,29 @@ def _fields(blend: int) -> dict[str, _Field]:
     }
 
 
+class _Staging:
+    """One step's arrays on the host, on their way to the device."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._is_pinned = has_copies_behind(device)
+        self.memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+        self.arrays: Arrays = {}
+        self._sent: torch.cuda.Event | None = None
+
+    def writable(self) -> Arrays:
+        """The arrays, once the last copy out of them is through."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        return self.arrays
+
+    def send(self, into: Tensor) -> None:
+        """Queue a copy of everything."""
+        into.copy_(self.memory, non_blocking=True)
+        if self._is_pinned:
+            self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._sent.record()
+
+
 class StaticStep:
     """Room for decode steps of up to `max_rows` sequences; smaller steps use the beginnings of the same arrays.
 
@@ -67,21 +93,26 @@ class StaticStep:
         for name, (dtype, rows, extra) in sizes.items():
             offsets[name] = total
             total += -(-(rows * max_rows + extra) * np.dtype(dtype).itemsize // _ALIGNMENT) * _ALIGNMENT
-        pinned = device.type == "cuda" and torch.cuda.is_available()
-        self._host = torch.zeros(total, dtype=torch.uint8, pin_memory=pinned)
         self._device = torch.zeros(total, dtype=torch.uint8, device=device)
-        self._arrays: dict[str, NDArray[np.generic]] = {}
         self._tensors: dict[str, Tensor] = {}
+        # Two, for the next step is written while the copy of this one may still wait for the device to come to it.
+        self._staging = (_Staging(total, device), _Staging(total, device))
         for name, (dtype, rows, extra) in sizes.items():
             begin = offsets[name]
             end = begin + (rows * max_rows + extra) * np.dtype(dtype).itemsize
-            self._arrays[name] = self._host[begin:end].numpy().view(dtype)
+            for staging in self._staging:
+                staging.arrays[name] = staging.memory[begin:end].numpy().view(dtype)
             kind = torch.from_numpy(np.empty(0, dtype)).dtype
             self._tensors[name] = self._device[begin:end].view(kind)
         self._q_indptr = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._rows = torch.arange(max_rows, dtype=torch.int64, device=device)
-        self._pad(0, max_rows, 0, 0)
-        self._device.copy_(self._host)
+        for staging in self._staging:
+            self._pad(staging.arrays, 0, max_rows, 0, 0)
+        self._staging[0].send(self._device)
+
+    def input_ids(self, size: int) -> Tensor:
+        """The device's input ids of a step of `size` sequences, [size] int64."""
+        return self._tensors["input_ids"][:size]
 
     def forward_batch(self, size: int, lora: LoraShape | None) -> ForwardBatch:
         """The device's tensors as a step of `size` sequences, all sampled."""
@@ -119,7 +150,8 @@ class StaticStep:
 
     def fill(self, batch: ModelWorkerBatch, size: int, segments: HostSegments | None) -> None:
         """Write a step's own rows and padding up to `size` rows, and send all of it to the device."""
-        arrays, count = self._arrays, len(batch.requests)
+        self._staging = staging, _ = self._staging[::-1]
+        arrays, count = staging.writable(), len(batch.requests)
         for name in ("input_ids", "positions", "context_lens", "seq_lens", "out_loc", "req_rows"):
             arrays[name][:count] = getattr(batch, name)
         triples, groups = 0, 0
@@ -129,12 +161,11 @@ class StaticStep:
             arrays["weights"][:triples] = segments.weights
             arrays["slots"][:groups] = segments.slots
             arrays["indptr"][: groups + 1] = segments.indptr
-        self._pad(count, size, triples, groups)
-        self._device.copy_(self._host, non_blocking=True)
+        self._pad(arrays, count, size, triples, groups)
+        staging.send(self._device)
 
-    def _pad(self, count: int, size: int, triples: int, groups: int) -> None:
+    def _pad(self, arrays: Arrays, count: int, size: int, triples: int, groups: int) -> None:
         """Make rows from `count` on, and whatever of the segments is past their ends, harmless."""
-        arrays = self._arrays
         spare_row, spare_location = self._spare
         padding = {"input_ids": 0, "positions": 0, "context_lens": 1, "seq_lens": 1}
         padding |= {"out_loc": spare_location, "req_rows": spare_row}

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from loraserve.kernels.metadata import LoraSegments
+from loraserve.kernels.transfer import to_device
 
 SlotWeights = Sequence[tuple[int, float]]  # (slot, weight) of every adapter of one sequence; empty: the base
 
@@ -57,7 +58,7 @@ def build_segments(
     indptr = np.concatenate(([0], ends))[np.append(firsts, len(slots))]
 
     def put(array: NDArray[np.generic], dtype: type[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array.astype(dtype)).to(device, non_blocking=True)
+        return to_device(array.astype(dtype), device)
 
     return LoraSegments(
         tokens=put(tokens, np.int32),

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loraserve.kernels.metadata import SlotRows
+from loraserve.kernels.transfer import to_device
 from loraserve.lora.tables import Table
 
 Replaced = Mapping[int, Mapping[str, SlotRows]]  # slot → table → rows, as in `LoraTables.replaced`
@@ -84,7 +85,7 @@ class LogitsRows:
                 if ids[-1] - ids[0] == end - begin - 1:
                     logits[tokens, int(ids[0]) : int(ids[-1]) + 1] = found
                 else:
-                    logits[tokens[:, None], torch.from_numpy(ids).to(logits.device)] = found
+                    logits[tokens[:, None], to_device(ids, logits.device)] = found
         return logits
 
 
@@ -111,12 +112,12 @@ def plan_step_rows(
     if storage is not None and any(len(tokens) for tokens, _ in embeds):
         elements = np.concatenate([offsets for _, offsets in embeds])[:, None] + np.arange(width)
         embed = EmbedRows(
-            _put(np.concatenate([tokens for tokens, _ in embeds]), device), _put(elements, device), storage
+            to_device(np.concatenate([tokens for tokens, _ in embeds]), device), to_device(elements, device), storage
         )
 
     def having(table: Table) -> tuple[TokensOfSlot, ...]:
         found = ((tokens, replaced[slot].get(table)) for slot, tokens in mine.items())
-        return tuple(TokensOfSlot(_put(tokens, device), rows) for tokens, rows in found if rows is not None)
+        return tuple(TokensOfSlot(to_device(tokens, device), rows) for tokens, rows in found if rows is not None)
 
     return StepRows(embed, having(Table.NORM), having(Table.HEAD_NORM))
 
@@ -129,7 +130,7 @@ def plan_logits_rows(
     for slot, rows in _tokens_of(replaced, slots, row_indptr).items():
         head = replaced[slot].get(Table.LM_HEAD)
         if head is not None and len(rows):
-            heads.append(TokensOfSlot(_put(rows, device), head))
+            heads.append(TokensOfSlot(to_device(rows, device), head))
     return LogitsRows(tuple(heads), max(int(head.rows.ids[-1]) + 1 for head in heads)) if heads else None
 
 
@@ -147,7 +148,3 @@ def _tokens_of(replaced: Replaced, slots: Slots, indptr: NDArray[np.integer]) ->
             if slot in replaced:
                 ranges.setdefault(slot, []).append(np.arange(indptr[i], indptr[i + 1], dtype=np.int64))
     return {slot: np.concatenate(found) for slot, found in ranges.items()}
-
-
-def _put(array: NDArray[np.int64], device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)

@@ -188,11 +188,11 @@ class PrefillAdder:
     def add_chunk(self, request: Request) -> None:
         """Compute the next chunk of a running request; nothing if the step is full."""
         known = len(request.prefill_ids)
-        num_new = self._tokens.take(min(self._chunk, known - request.num_computed))
+        num_new = self._tokens.take(min(self._chunk, known - request.num_scheduled))
         if num_new > 0:
-            done = request.num_computed + num_new == known
+            done = request.num_scheduled + num_new == known
             samples = done and request.params.max_tokens > 0
-            self._entries.append(ScheduleEntry(request, request.num_computed, num_new, False, samples))
+            self._entries.append(ScheduleEntry(request, request.num_scheduled, num_new, False, samples))
 
     def admit(self, request: Request) -> Refusal | None:
         """Let a waiting request run and add its first chunk. On refusal nothing is held and the reason is returned.
@@ -227,7 +227,7 @@ class PrefillAdder:
         self._rows.take()
         request.row = lease.row
         request.prefill_ids = tokens
-        request.num_computed = lease.num_cached
+        request.num_computed = request.num_scheduled = lease.num_cached
         self.add_chunk(request)
         return None
 

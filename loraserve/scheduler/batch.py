@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ class StepRows(NamedTuple):
 class ModelWorkerBatch:
     """What a model worker needs of one step. T tokens of S sequences, concatenated; decode sequences come first."""
 
-    input_ids: NDArray[np.int64]  # [T]
+    input_ids: NDArray[np.int64]  # [T]; below 0 (see `pending_id`): a token that the step in flight samples
     positions: NDArray[np.int64]  # [T]
     out_loc: NDArray[np.int32]  # [T], where each token's K and V go
     context_lens: NDArray[np.int64]  # [T], max(prompt length, position + 1)
@@ -54,6 +55,7 @@ class ModelWorkerBatch:
     adapters: list[tuple[AdapterUse, ...]]  # per sequence; empty: base
     sample: NDArray[np.bool_]  # [S], whether the sequence's last token is sampled from
     requests: list[Request]  # [S]
+    has_pending: bool = False  # whether any of `input_ids` is below 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class ScheduleBatch:
     entries: tuple[ScheduleEntry, ...]
     num_decode: int
     table: NDArray[np.int32]  # the level-1 table, read when the arrays are made
+    is_ahead: bool = False  # planned while another step was in flight, whose tokens nobody knew
 
     @property
     def num_tokens(self) -> int:
@@ -100,7 +103,8 @@ class ScheduleBatch:
         q_indptr = np.zeros(count + 1, np.int64)
         np.cumsum(num_new, out=q_indptr[1:])
         positions = np.arange(q_indptr[-1]) + np.repeat(start - q_indptr[:-1], num_new)
-        chunks = [np.fromiter((request.output[-1] for request in requests[:num_decode]), np.int64, num_decode)]
+        last = _inputs(entries[:num_decode]) if self.is_ahead else (r.output[-1] for r in requests[:num_decode])
+        chunks = [np.fromiter(last, np.int64, num_decode)]
         chunks += [e.request.prefill_ids[e.start : e.start + e.num_new] for e in entries[num_decode:]]
         return ModelWorkerBatch(
             input_ids=np.concatenate(chunks),
@@ -114,4 +118,22 @@ class ScheduleBatch:
             adapters=[request.adapters for request in requests],
             sample=np.fromiter((entry.samples for entry in entries), np.bool_, count),
             requests=requests,
+            has_pending=self.is_ahead and bool((chunks[0] < 0).any()),
         )
+
+
+def pending_id(row: int) -> int:
+    """The place of a token that is not known yet: what the step in flight samples for this level-1 row."""
+    return -1 - row
+
+
+def _inputs(decode: tuple[ScheduleEntry, ...]) -> Iterator[int]:
+    """The token that each decode entry computes."""
+    for entry in decode:
+        request = entry.request
+        index = entry.start - len(request.prompt)
+        if index < len(request.output):
+            yield request.output[index]
+        else:
+            assert request.row is not None
+            yield pending_id(request.row)

@@ -83,7 +83,8 @@ class Request:
     """One prompt on its way to one answer.
 
     The creator fills the first block; the scheduler owns the second. Tokens are known in `prompt` and `output`; the
-    KV of the first `num_computed` of them is in the cache while the request runs.
+    KV of the first `num_computed` of them is in the cache while the request runs. Steps in flight are on the way to
+    `num_scheduled`: between two steps both are the same.
     """
 
     id: str
@@ -104,6 +105,8 @@ class Request:
     stop_token: int | None = None  # the EOS or stop token that ended it; it is the last of `output`
     row: int | None = None  # level-1 row while running
     num_computed: int = 0  # tokens whose KV is in the cache
+    num_scheduled: int = 0  # tokens whose KV is there once the steps in flight are over
+    num_in_flight: int = 0  # steps in flight that compute some of its tokens
     num_cached: int = 0  # prompt tokens reused at the first admission, for usage
     num_retractions: int = 0
     prompt_logprobs_done: int = 0  # leading prompt positions whose logits were already seen in a committed step
@@ -114,7 +117,6 @@ class Request:
     was_passed_over: bool = False  # before it: its adapter was not on the device
     passed_over_at: float | None = None  # when it was first passed over because its adapter was not on the device
     wanted_at: float | None = None  # when the scheduler first asked for its adapters
-    aborting: FinishReason | None = None  # to end at commit, because the step in flight still writes its pages
 
     prompt_ids: Tokens = field(init=False, repr=False)
     prefill_ids: Tokens = field(init=False, repr=False)  # all tokens known at the last admission
@@ -143,6 +145,17 @@ class Request:
     def is_prefilling(self) -> bool:
         """Whether tokens known at admission still lack their KV, so that nothing can be sampled from it yet."""
         return self.num_computed < len(self.prefill_ids)
+
+    @property
+    def has_prefill_left(self) -> bool:
+        """Whether tokens known at admission are in no step yet."""
+        return self.num_scheduled < len(self.prefill_ids)
+
+    @property
+    def is_all_scheduled(self) -> bool:
+        """Whether its last token is sampled in a step in flight, whatever the tokens until then are."""
+        total = self.num_scheduled + 1  # with the one sampled after the last of these
+        return total - len(self.prompt) >= self.params.max_tokens or total >= self.max_total
 
     @property
     def is_finished(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from bisect import insort
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
@@ -15,12 +14,13 @@ from loraserve.scheduler.adapter_turns import AdapterTurns
 from loraserve.scheduler.admission import GrowthReserve, PageBudget, PrefillAdder, RowBudget, TokenBudget, check_fits
 from loraserve.scheduler.batch import ScheduleBatch, ScheduleEntry
 from loraserve.scheduler.deadlines import Deadlines
+from loraserve.scheduler.in_flight import MAX_IN_FLIGHT, StepsInFlight
 from loraserve.scheduler.interfaces import AdapterGate, KVSide
 from loraserve.scheduler.pace import StepPace
 from loraserve.scheduler.policies import make_policy
 from loraserve.scheduler.queue import WaitingQueue
 from loraserve.scheduler.request import FinishReason, Request, RequestState, namespace_uses
-from loraserve.scheduler.stats import Refusal, RequestEvent, SchedulerStats, Totals, WaitingReason, reason_counts
+from loraserve.scheduler.stats import Refusal, Refusals, RequestEvent, SchedulerStats, Totals, WaitingReason
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +28,12 @@ _PREFETCH = 8  # waiting requests behind the first refused one whose adapters ar
 
 
 class Scheduler:
-    """Continuous batching over the KV side and the adapters' gate. Single-threaded; one step is in flight at a time.
+    """Continuous batching over the KV side and the adapters' gate. Single-threaded.
 
-    `get_next_batch` and `commit` (or `fail`) alternate. `clock` gives monotonic seconds. Raises `ConfigError` for an
-    unknown policy.
+    Each batch of `get_next_batch` is in flight until its `commit` or `fail`. The caller may ask for the next one
+    before: then that is planned *ahead*, knowing where every request in flight will be but not its token. Two are in
+    flight at most, they must be computed in their order, and what the tokens show to be too much (a request that had
+    ended) is dropped at the second commit. `clock` gives monotonic seconds. Raises `ConfigError` for an unknown policy.
     """
 
     def __init__(
@@ -56,8 +58,8 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: list[Request] = []  # by rank: who is retracted last comes first
         self._deadlines = Deadlines()
-        self._refusals: dict[str, Refusal] = {}  # of waiting requests looked at in the last step
-        self._in_flight: ScheduleBatch | None = None
+        self._refusals = Refusals()
+        self._in_flight = StepsInFlight()
         self._events: list[RequestEvent] = []
         self._num_added = 0
         self._totals = Totals()
@@ -84,17 +86,14 @@ class Scheduler:
         self._policy.added(request)
 
     def abort(self, request_id: str, reason: FinishReason, error: LoraserveError | None = None) -> bool:
-        """End a request early. False if it is unknown or already ending.
+        """End a request early. False if it is unknown or has ended.
 
-        A request in the step in flight ends at its commit: its pages are still being written.
+        What steps in flight compute for it comes to nothing, but until they are over its pages stay its own.
         """
         request = self._requests.get(request_id)
-        if request is None or request.aborting is not None:
+        if request is None:
             return False
-        if self._in_flight is not None and any(entry.request is request for entry in self._in_flight.entries):
-            request.aborting, request.error = reason, error
-        else:
-            self._end(request, reason, error)
+        self._end(request, reason, error)
         return True
 
     def abort_version(self, version: str, error: LoraserveError) -> int:
@@ -103,20 +102,25 @@ class Scheduler:
         return sum(self.abort(request.id, FinishReason.ABORT, error) for request in users)
 
     def forget_version(self, version: str) -> int:
-        """Free the cached KV of an adapter version, as far as no running request uses it; pages freed."""
+        """Free the cached KV of an adapter version, once its last device lease is back; pages freed."""
         return self._cache.drop_namespaces(lambda namespace: namespace_uses(namespace, version))
 
     def get_next_batch(self) -> ScheduleBatch | None:
-        """The next step's work; None if nothing can run now. Raises RuntimeError while a batch is in flight."""
-        if self._in_flight is not None:
-            raise RuntimeError("commit or fail the batch in flight first")
+        """The next step's work; None if nothing can run now, or not before the step in flight is committed.
+
+        Raises RuntimeError while two are in flight.
+        """
+        if len(self._in_flight) == MAX_IN_FLIGHT:
+            raise RuntimeError("commit or fail a batch in flight first")
         now = self._clock()
         self._expire(now)
         retracted_before = self._totals.retractions
         decode = self._decode_entries()
+        if decode is None:
+            return None
         adder = self._make_adder(len(decode), now)
         for request in self._running:
-            if request.is_prefilling:
+            if request.has_prefill_left:
                 adder.add_chunk(request)
         self._refusals.clear()
         for request, error in self._turns.refresh(now):
@@ -127,25 +131,26 @@ class Scheduler:
         entries = (*decode, *adder.entries)
         if not entries:
             return None
-        self._in_flight = ScheduleBatch(entries, len(decode), self._cache.table)
-        return self._in_flight
+        batch = ScheduleBatch(entries, len(decode), self._cache.table, is_ahead=len(self._in_flight) > 0)
+        self._in_flight.launch(batch)
+        return batch
 
     def commit(self, batch: ScheduleBatch, tokens: Sequence[int | None]) -> None:
         """The step was computed: take its sampled tokens, one per entry, None where `samples` is false.
 
-        Raises ValueError, and changes nothing, if the batch is not the one in flight or the tokens do not fit it.
+        Raises ValueError, and changes nothing, if the batch is not the oldest in flight or the tokens do not fit it.
         """
-        self._check_commit(batch, tokens)
-        self._in_flight = None
+        self._in_flight.check_outcome(batch, tokens)
+        self._in_flight.land(batch)
         for entry, token in zip(batch.entries, tokens, strict=True):
             request = entry.request
+            if request.is_finished:
+                self._leave_late(request)
+                continue
             request.num_computed = entry.start + entry.num_new
             if request.params.prompt_logprobs is not None:
                 done = max(request.prompt_logprobs_done, request.num_computed)
                 request.prompt_logprobs_done = min(done, request.num_prompt)
-            if request.aborting is not None:
-                self._end(request, request.aborting, request.error)
-                continue
             if not entry.is_decode and not request.is_prefilling:
                 self._prefilled(request)
             if entry.samples and token is not None:
@@ -156,16 +161,16 @@ class Scheduler:
         self._pace.note(sum(entry.num_new for entry in batch.entries[batch.num_decode :]), seconds)
 
     def fail(self, batch: ScheduleBatch, error: LoraserveError) -> None:
-        """The step in flight was not computed: end its requests with `error` and trust nothing that it wrote."""
-        if batch is not self._in_flight:
-            raise ValueError("the batch is not in flight")
-        self._in_flight = None
+        """A step in flight was not computed: end its requests with `error` and trust nothing that it wrote.
+
+        Raises ValueError if the batch is not in flight.
+        """
+        self._in_flight.land(batch)
         for entry in batch.entries:
-            request = entry.request
-            if request.aborting is not None:
-                self._end(request, request.aborting, request.error)
+            if entry.request.is_finished:
+                self._leave_late(entry.request)
             else:
-                self._end(request, FinishReason.ERROR, error)
+                self._end(entry.request, FinishReason.ERROR, error)
 
     def requests(self) -> list[Request]:
         """All unfinished requests."""
@@ -177,22 +182,15 @@ class Scheduler:
         return events
 
     def has_work(self) -> bool:
-        """Whether any request is unfinished or any event untaken."""
-        return bool(self._requests or self._events)
+        """Whether any request is unfinished, any step in flight or any event untaken."""
+        return bool(self._requests or self._events or self._in_flight)
 
     def explain_waiting(self) -> list[WaitingReason]:
         """Why each waiting request was not admitted in the last step."""
-        return [
-            WaitingReason(request.id, self._refusals.get(request.id, Refusal.QUEUED), request.arrival)
-            for request in self._waiting
-        ]
+        return self._refusals.explain(self._waiting)
 
     def stats(self) -> SchedulerStats:
         """Numbers for metrics."""
-        reasons = Counter(self._refusals.values())
-        queued = len(self._waiting) - len(self._refusals)
-        if queued:
-            reasons[Refusal.QUEUED] += queued
         totals = self._totals
         return SchedulerStats(
             waiting=len(self._waiting),
@@ -201,10 +199,10 @@ class Scheduler:
             pages_total=self._cache.num_pages,
             pages_free=self._cache.free_pages,
             pages_evictable=self._cache.evictable_pages,
-            waiting_reasons=reason_counts(reasons),
+            waiting_reasons=self._refusals.now(len(self._waiting)),
             running_versions=tuple({version for request in self._running for version in request.versions}),
             waiting_versions=tuple({version for request in self._waiting for version in request.versions}),
-            refusals_total=reason_counts(totals.refusals),
+            refusals_total=self._refusals.total(),
             retractions_total=totals.retractions,
             admitted_total=totals.admitted,
             finished_total=totals.finished,
@@ -225,13 +223,17 @@ class Scheduler:
         for request in running:
             assert request.state == RequestState.RUNNING
             assert request.row is not None
-            assert request.num_computed <= self._cache.pages_of(request.row) * self._cache.page_size
+            assert request.num_computed <= request.num_scheduled
+            assert request.num_scheduled <= self._cache.pages_of(request.row) * self._cache.page_size
+            assert request.num_in_flight or request.num_scheduled == request.num_computed
+        self._in_flight.check()
         assert running == sorted(running, key=Request.rank), "running requests are out of order"
-        assert len({request.row for request in running}) == len(running), "two requests share a row"
-        assert len(running) <= self._max_running
+        rows = [request.row for request in (*running, *self._in_flight.leaving)]
+        assert len(set(rows)) == len(rows), "two requests share a row"
+        assert len(rows) <= self._max_running
         self._turns.check({request.id for request in waiting})
-        assert self._refusals.keys() <= {request.id for request in waiting}
-        if not running:
+        self._refusals.check({request.id for request in waiting})
+        if not rows:
             free = self._cache.free_pages + self._cache.evictable_pages
             assert free == self._cache.num_pages, "nothing runs but pages are held"
 
@@ -245,23 +247,30 @@ class Scheduler:
                 error = RequestTimedOut(f"the request did not finish within its time limit of {limit:.3g} s")
                 self._end(request, FinishReason.TIMEOUT, error)
 
-    def _decode_entries(self) -> list[ScheduleEntry]:
-        """One token of every running request that is past its prefill; who finds no page retracts the last in rank."""
+    def _decode_entries(self) -> list[ScheduleEntry] | None:
+        """One token of every running request that is past its prefill; who finds no page retracts the last in rank.
+
+        None if pages are short while a step is in flight: it may end requests, and nobody's pages can be taken before.
+        """
         entries = []
+        ahead = len(self._in_flight) > 0
         for request in list(self._running):
-            if request.row is None or request.is_prefilling:
+            if request.row is None or request.has_prefill_left or (ahead and request.is_all_scheduled):
                 continue
-            while request.row is not None and not self._cache.extend(request.row, request.num_computed + 1):
+            while request.row is not None and not self._cache.extend(request.row, request.num_scheduled + 1):
+                if ahead:
+                    return None
                 if len(self._running) == 1:
                     raise RuntimeError(f"request {request.id} runs alone and yet finds no page")
                 self._retract(self._running[-1])
             if request.row is not None:
-                entries.append(ScheduleEntry(request, request.num_computed, 1, True, True))
+                entries.append(ScheduleEntry(request, request.num_scheduled, 1, True, True))
         return entries
 
     def _retract(self, request: Request) -> None:
         """Take a running request's pages; what was computed stays in the prefix cache for when it comes back."""
-        self._leave_row(request, request.num_computed)
+        self._running.remove(request)
+        self._leave_row(request)
         request.state = RequestState.WAITING
         request.num_retractions += 1
         self._waiting.put_back(request)
@@ -274,7 +283,7 @@ class Scheduler:
             cache=self._cache,
             turns=self._turns,
             tokens=TokenBudget(min(self._config.max_step_tokens - num_decode, self._pace.limit)),
-            rows=RowBudget(self._max_running - len(self._running)),
+            rows=RowBudget(self._max_running - len(self._running) - len(self._in_flight.leaving)),
             pages=PageBudget(self._cache, self._growth, self._running),
             chunk=self._config.prefill_chunk,
             now=now,
@@ -296,7 +305,7 @@ class Scheduler:
             if refusal is None:
                 self._start(request)
             elif refusal in (Refusal.ADAPTER_LOADING, Refusal.ADAPTER_TURN):
-                self._note_refusal(request, refusal)
+                self._refusals.note(request, refusal)
             else:
                 self._refuse([request, *islice(order, _PREFETCH)], refusal, now)
                 return
@@ -305,12 +314,8 @@ class Scheduler:
         """The first of `waiting` is refused and all behind it queue; the next few get their adapters asked for."""
         for place, request in enumerate(islice(waiting, _PREFETCH + 1)):
             if place == 0:
-                self._note_refusal(request, refusal)
+                self._refusals.note(request, refusal)
             self._turns.want(request, now)
-
-    def _note_refusal(self, request: Request, refusal: Refusal) -> None:
-        self._refusals[request.id] = refusal
-        self._totals.refusals[refusal] += 1
 
     def _start(self, request: Request) -> None:
         self._waiting.remove(request)
@@ -350,14 +355,18 @@ class Scheduler:
         else:
             self._events.append(RequestEvent(request, (token,), start, None, None))
 
-    def _leave_row(self, request: Request, num_reusable: int) -> None:
-        """Give back everything that a running request holds; the KV of its first tokens stays for reuse."""
+    def _leave_row(self, request: Request) -> None:
+        """Give back everything that a request holds which ran; the KV of its computed tokens stays for reuse."""
         assert request.row is not None
-        self._cache.release(request.row, request.token_ids()[:num_reusable])
+        self._cache.release(request.row, request.token_ids()[: request.num_computed])
         self._turns.release(request)
-        self._running.remove(request)
         request.row = None
-        request.num_computed = 0
+        request.num_computed = request.num_scheduled = 0
+
+    def _leave_late(self, request: Request) -> None:
+        """A step of a request that has ended is over; with the last of them it gives everything back."""
+        if self._in_flight.take_left(request):
+            self._leave_row(request)
 
     def _end(
         self,
@@ -366,15 +375,18 @@ class Scheduler:
         error: LoraserveError | None = None,
         new_tokens: tuple[int, ...] = (),
     ) -> None:
-        """The one place where requests end: free all they hold and make the terminal event."""
+        """The one place where requests end: make the terminal event, free all they hold (see `StepsInFlight`)."""
         if request.state == RequestState.RUNNING:
-            # After an error (a broken forward, numbers that are not finite) its KV may be garbage that no later request
-            # should meet.
-            self._leave_row(request, 0 if reason == FinishReason.ERROR else request.num_computed)
+            self._running.remove(request)
+            if reason == FinishReason.ERROR:
+                # A broken forward, numbers that are not finite: its KV may be garbage that nobody else should meet.
+                request.num_computed = 0
+            if not self._in_flight.keep(request):
+                self._leave_row(request)
         else:
             self._waiting.remove(request)
             self._turns.forget(request)
-            self._refusals.pop(request.id, None)
+            self._refusals.forget(request)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         request.error = error
@@ -384,14 +396,3 @@ class Scheduler:
         self._totals.finished += 1
         start = len(request.output) - len(new_tokens)
         self._events.append(RequestEvent(request, new_tokens, start, reason, error))
-
-    # -- checks ---------------------------------------------------------------------------------------------------
-
-    def _check_commit(self, batch: ScheduleBatch, tokens: Sequence[int | None]) -> None:
-        if batch is not self._in_flight:
-            raise ValueError("the batch is not in flight")
-        if len(tokens) != len(batch.entries):
-            raise ValueError(f"{len(tokens)} tokens for a batch of {len(batch.entries)} sequences")
-        for entry, token in zip(batch.entries, tokens, strict=True):
-            if entry.samples and token is None and entry.request.aborting is None:
-                raise ValueError(f"request {entry.request.id} was to be sampled but has no token")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from loraserve.compat import StrEnum
@@ -87,9 +88,50 @@ class Totals:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    refusals: Counter[Refusal] = field(default_factory=Counter)
 
 
-def reason_counts(reasons: Counter[Refusal]) -> tuple[ReasonCount, ...]:
+class Refusals:
+    """Why waiting requests were not admitted: in the last step, and how often since the start."""
+
+    __slots__ = ("_last", "_total")
+
+    def __init__(self) -> None:
+        self._last: dict[str, Refusal] = {}
+        self._total: Counter[Refusal] = Counter()
+
+    def clear(self) -> None:
+        """Another step begins."""
+        self._last.clear()
+
+    def note(self, request: Request, refusal: Refusal) -> None:
+        """A request was looked at and not admitted."""
+        self._last[request.id] = refusal
+        self._total[refusal] += 1
+
+    def forget(self, request: Request) -> None:
+        """The request waits no more."""
+        self._last.pop(request.id, None)
+
+    def explain(self, waiting: Iterable[Request]) -> list[WaitingReason]:
+        """The reason of each waiting request; those that nobody looked at are queued."""
+        return [WaitingReason(r.id, self._last.get(r.id, Refusal.QUEUED), r.arrival) for r in waiting]
+
+    def now(self, num_waiting: int) -> tuple[ReasonCount, ...]:
+        """Reasons in the last step of so many waiting requests."""
+        reasons = Counter(self._last.values())
+        if num_waiting > len(self._last):
+            reasons[Refusal.QUEUED] += num_waiting - len(self._last)
+        return _reason_counts(reasons)
+
+    def total(self) -> tuple[ReasonCount, ...]:
+        """All refusals so far."""
+        return _reason_counts(self._total)
+
+    def check(self, waiting: set[str]) -> None:
+        """Raise AssertionError if a request is refused that does not wait."""
+        assert self._last.keys() <= waiting, "a request that does not wait counts as refused"
+
+
+def _reason_counts(reasons: Counter[Refusal]) -> tuple[ReasonCount, ...]:
     """A counter as an immutable histogram, most frequent first."""
     return tuple(ReasonCount(reason, times) for reason, times in reasons.most_common())

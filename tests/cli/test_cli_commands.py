@@ -103,10 +103,11 @@ def test_every_flag_reaches_its_field(cls: type[Any]) -> None:
             expected: Any = 3 * MIB
         elif name in values:
             given, expected = values[name]
-        elif isinstance(field.default, bool):
-            code, config, _ = serve(f"--no-{name.replace('_', '-')}")
-            assert config is not None
-            assert getattr(_section(config, cls), name) is False
+        elif "bool" in str(field.type):
+            for prefix, wanted in (("--no-", False), ("--", True)):
+                code, config, _ = serve(prefix + name.replace("_", "-"))
+                assert config is not None
+                assert getattr(_section(config, cls), name) is wanted
             continue
         elif "int" in str(field.type):
             given, expected = ["7"], 7

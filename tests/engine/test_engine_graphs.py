@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engine_driver import Driver, engine_config
-from pretend_cuda import DEVICE, PretendCuda
+from pretend_cuda import DEVICE, EagerGraphs, PretendCuda
 from tiny_models import ATTENTION, MLP, Oracle, make_adapter, make_model
 from torch import Tensor
 
@@ -25,24 +25,6 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "ends": {"r": 3, "lora_alpha": 6, "target_modules": ["embed_tokens", "lm_head", "q_proj"]},
     "dora": {"r": 3, "lora_alpha": 6, "use_dora": True, "target_modules": ["v_proj", "down_proj"]},
 }
-
-
-class EagerGraphs:
-    """Runs what was captured anew for each replay, into the tensor of the capture."""
-
-    def __init__(self) -> None:
-        self.num_captures = self.num_replays = 0
-
-    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        self.num_captures += 1
-        output = run()
-
-        def replay() -> Tensor:
-            self.num_replays += 1
-            output.copy_(run())
-            return output
-
-        return replay
 
 
 @pytest.fixture(scope="module")

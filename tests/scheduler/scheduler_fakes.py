@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from loraserve.errors import AdapterFailed, LoraserveError
-from loraserve.scheduler.batch import ScheduleBatch
+from loraserve.scheduler.batch import ModelWorkerBatch, ScheduleBatch
 from loraserve.scheduler.interfaces import AdapterState
 from loraserve.scheduler.request import Request
 
@@ -63,45 +63,77 @@ def answer_alone(request: Request, max_context: int) -> list[int]:
     return output
 
 
+@dataclass
+class Launched:
+    """What a device has of a step once it is launched: nothing that the host does later changes it."""
+
+    batch: ScheduleBatch
+    worker: ModelWorkerBatch
+    rows: np.ndarray  # [num_sequences, max_context], the sequences' rows of the level-1 table
+
+
 class FakeModel:
-    """Reads and writes the KV array exactly where the worker batch says."""
+    """Reads and writes the KV array exactly where the worker batch says; steps run in the order of their launch."""
 
     def __init__(self, num_locations: int) -> None:
         self.kv = np.zeros(num_locations, np.uint64)
         self.known: dict[str, list[int]] = {}  # request id → chain of its tokens
+        self.sampled: dict[int, int] = {}  # level-1 row → the token sampled last for it
+        self.num_wasted = 0  # rows computed for requests that had ended
 
-    def expected(self, request: Request, upto: int) -> np.ndarray:
+    def expected(self, request: Request, upto: int) -> list[int]:
         """The chain of the request's first tokens, from its own tokens and not from the cache."""
         known = self.known.setdefault(request.id, [])
         tokens = request.prompt + request.output
         while len(known) < upto:
             previous = known[-1] if known else root_hash(request.namespace)
             known.append(advance(previous, request, len(known), tokens[len(known)]))
-        return np.array(known[:upto], np.uint64)
+        return known[:upto]
 
-    def forward(self, batch: ScheduleBatch, table: np.ndarray, *, broken: bool = False) -> list[int | None]:
-        """One step. A broken one writes garbage."""
+    def launch(self, batch: ScheduleBatch, table: np.ndarray) -> Launched:
+        """Send a step to the device."""
         worker = batch.to_worker_batch()
         assert len(np.unique(worker.out_loc)) == len(worker.out_loc), "two tokens write to one location"
+        assert worker.has_pending == bool((worker.input_ids < 0).any())
+        return Launched(batch, worker, table[worker.req_rows].copy())
+
+    def run(self, launched: Launched, table: np.ndarray, *, broken: bool = False) -> list[int | None]:
+        """Compute the step. A broken one writes garbage."""
+        worker = launched.worker
+        for i, request in enumerate(worker.requests):
+            span = slice(int(worker.positions[worker.q_indptr[i]]), int(worker.seq_lens[i]))
+            assert request.row == worker.req_rows[i], f"{request.id} lost its row before the device came to it"
+            assert np.array_equal(table[request.row, span], launched.rows[i, span]), "a write goes to lost pages"
         if broken:
             self.kv[worker.out_loc] = GARBAGE
             return [None] * len(worker.requests)
-        ends = []
+        ends: list[np.ndarray] = []
         for i, request in enumerate(worker.requests):
             begin, end = int(worker.q_indptr[i]), int(worker.q_indptr[i + 1])
             positions = worker.positions[begin:end]
-            tokens = (request.prompt + request.output)[positions[0] : positions[-1] + 1]
-            assert worker.input_ids[begin:end].tolist() == tokens, "wrong input ids"
             assert positions.tolist() == list(range(int(positions[0]), int(worker.seq_lens[i])))
-            chain_of = self.expected(request, int(worker.seq_lens[i]))
-            self.kv[worker.out_loc[begin:end]] = chain_of[positions]
-            ends.append((request, chain_of))
+            ids = [int(t) if t >= 0 else self.sampled.get(int(-1 - t), 0) for t in worker.input_ids[begin:end]]
+            tokens = (request.prompt + request.output)[positions[0] : positions[-1] + 1]
+            assert request.is_finished or ids == tokens, "wrong input ids"
+            chain_of = list(self.expected(request, int(positions[0])))
+            for token in ids:
+                before = chain_of[-1] if chain_of else root_hash(request.namespace)
+                chain_of.append(advance(before, request, len(chain_of), token))
+            ends.append(np.array(chain_of, np.uint64))
+            self.kv[worker.out_loc[begin:end]] = ends[-1][positions]
         tokens_out: list[int | None] = []
-        for i, (request, chain_of) in enumerate(ends):  # every layer attends after all tokens of the step have written
-            seen = self.kv[table[worker.req_rows[i], : worker.seq_lens[i]]]
-            assert np.array_equal(seen, chain_of), f"{request.id} attends to KV that is not its own"
+        for i, request in enumerate(worker.requests):  # every layer attends after all tokens of the step have written
+            seen = self.kv[launched.rows[i, : worker.seq_lens[i]]]
+            self.num_wasted += request.is_finished
+            assert request.is_finished or np.array_equal(seen, ends[i]), f"{request.id} attends to KV not its own"
             tokens_out.append(next_token(int(seen[-1])) if worker.sample[i] else None)
+            if worker.sample[i]:
+                self.sampled[int(worker.req_rows[i])] = next_token(int(seen[-1]))
         return tokens_out
+
+    def forward(self, batch: ScheduleBatch, table: np.ndarray, *, broken: bool = False) -> list[int | None]:
+        """One step at once."""
+        return self.run(self.launch(batch, table), table, broken=broken)
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-from scheduler_fakes import EOS, VOCAB, Clock, FakeAdapter, FakeGate, FakeModel, answer_alone
+from scheduler_fakes import EOS, VOCAB, Clock, FakeAdapter, FakeGate, FakeModel, Launched, answer_alone
 
 from loraserve.config import CacheConfig, SchedulerConfig
 from loraserve.errors import ContextLengthExceeded, LoraserveError, Overloaded, RequestAborted
@@ -38,7 +38,11 @@ class Seen:
 
 
 class World:
-    """A scheduler with all that it needs, driven step by step, and everything checked on the way."""
+    """A scheduler with all that it needs, driven step by step, and everything checked on the way.
+
+    With `overlap` every step is planned while the one before it is in flight, and the model computes a step only when
+    its outcome is asked for.
+    """
 
     def __init__(
         self,
@@ -53,6 +57,7 @@ class World:
         step_s: float = 0.01,
         growth: GrowthReserve | None = None,
         gate_type: type[FakeGate] = FakeGate,
+        overlap: bool = False,
     ) -> None:
         config = scheduler or SchedulerConfig(max_running=8, max_step_tokens=32, prefill_chunk=16)
         self.clock = Clock()
@@ -65,6 +70,8 @@ class World:
         self.step_s = step_s
         self.added: dict[str, Request] = {}
         self.seen: dict[str, Seen] = {}
+        self.overlap = overlap
+        self.flying: Launched | None = None
         self.batches: list[ScheduleBatch] = []
         self.turn = Turn()
         self.num_riders = 0  # of all turns
@@ -141,13 +148,21 @@ class World:
         passed = {r.id: r.passed_over_at for r in self.scheduler.requests() if r.passed_over_at is not None}
         running = {request.id for request in self.scheduler.requests() if request.state == RequestState.RUNNING}
         asked = {r.id: r.wanted_at for r in self.scheduler.requests() if r.wanted_at is not None}
+        ahead = self.flying is not None
+        open_before = self.scheduler.requests()
+        due = [r for r in open_before if r.row is not None and not r.has_prefill_left and not r.is_all_scheduled]
+        retractions = self.scheduler.stats().retractions_total
         batch = self.scheduler.get_next_batch()
+        assert not ahead or self.scheduler.stats().retractions_total == retractions, "pages taken from a step in flight"
         if batch is None:
             return None
+        assert batch.is_ahead == ahead
         self.batches.append(batch)
         assert 0 < batch.num_tokens <= self.config.max_step_tokens
         assert [entry.is_decode for entry in batch.entries] == [i < batch.num_decode for i in range(len(batch.entries))]
         decoding = {r.id for r in self.scheduler.requests() if r.row is not None and not r.is_prefilling}
+        if ahead:
+            decoding = {r.id for r in due if not r.is_finished}
         assert {entry.request.id for entry in batch.entries[: batch.num_decode]} == decoding, "a decode row is left out"
         for entry in batch.entries:
             request = entry.request
@@ -161,19 +176,35 @@ class World:
                 self.longest_wait_s = max(self.longest_wait_s, wait)
         return batch
 
-    def finish(self, batch: ScheduleBatch, *, broken: bool = False) -> None:
+    def launch(self, batch: ScheduleBatch) -> Launched:
+        """Send a batch to the device."""
+        return self.model.launch(batch, self.cache.table)
+
+    def finish(self, batch: ScheduleBatch | Launched, *, broken: bool = False) -> None:
         """Compute a batch and commit it."""
-        tokens = self.model.forward(batch, self.cache.table, broken=broken)
+        launched = self.launch(batch) if isinstance(batch, ScheduleBatch) else batch
+        for request in launched.worker.requests:
+            adapters = [self.gate.adapters[v] for v in request.versions]
+            assert all(a.leases > 0 and a.state == AdapterState.RESIDENT for a in adapters), "its adapter left early"
+        tokens = self.model.run(launched, self.cache.table, broken=broken)
         if broken:
-            self.scheduler.fail(batch, LoraserveError("the forward broke"))
+            self.scheduler.fail(launched.batch, LoraserveError("the forward broke"))
         else:
-            self.scheduler.commit(batch, tokens)
+            self.scheduler.commit(launched.batch, tokens)
+
+    def fly(self, batch: ScheduleBatch | None, *, broken: bool = False, wait: bool = False) -> None:
+        """Launch a batch if there is one, then finish the one before it; this one as well if it should not `wait`."""
+        earlier, self.flying = self.flying, None if batch is None else self.launch(batch)
+        if earlier is not None:
+            self.finish(earlier, broken=broken)
+        if self.flying is not None and not wait:
+            flying, self.flying = self.flying, None
+            self.finish(flying, broken=broken and earlier is None)
 
     def step(self) -> ScheduleBatch | None:
         """One whole step."""
         batch = self.begin()
-        if batch is not None:
-            self.finish(batch)
+        self.fly(batch, wait=self.overlap)
         self.listen()
         return batch
 
@@ -278,13 +309,16 @@ def simulate(world: World, seed: int, steps: int, *, load: float = 0.35, check_e
         if batch is not None and rng.random() < 0.03:
             victim = rng.choice(batch.entries).request
             world.scheduler.abort(victim.id, FinishReason.ABORT, RequestAborted("by the operator"))
-            assert not victim.is_finished, "ended while the step in flight writes its pages"
-        if batch is not None:
-            world.finish(batch, broken=rng.random() < 0.005)
+            assert victim.row is not None, "gave its pages back while the step in flight writes them"
+        if batch is not None and world.overlap and rng.random() < 0.005:
+            world.scheduler.fail(batch, LoraserveError("the launch broke"))
+            batch = None
+        world.fly(batch, broken=rng.random() < 0.005, wait=world.overlap and rng.random() < 0.95)
         if rng.random() < 0.002 and world.gate.adapters:
             version = rng.choice(list(world.gate.adapters))
             world.scheduler.abort_version(version, RequestAborted("unloaded"))
-            world.scheduler.forget_version(version)
+            if not world.gate.adapters[version].leases:  # who leaves late still has cached pages of it
+                world.scheduler.forget_version(version)
         for adapter in world.gate.adapters.values():  # a broken file is replaced now and then
             if adapter.state == AdapterState.FAILED and rng.random() < 0.02:
                 adapter.state = AdapterState.ABSENT

@@ -219,7 +219,7 @@ def test_aborts_in_every_state() -> None:
     world.run()
 
 
-def test_an_abort_in_flight_waits_for_the_commit() -> None:
+def test_an_abort_in_flight_keeps_its_pages_until_the_commit() -> None:
     world = World()
     request = world.add("r", [1, 2, 3, 4, 5])
     other = world.add("s", [9, 9, 9])
@@ -228,32 +228,42 @@ def test_an_abort_in_flight_waits_for_the_commit() -> None:
     error = RequestAborted("stop it")
     assert world.scheduler.abort("r", FinishReason.ABORT, error)
     assert not world.scheduler.abort("r", FinishReason.ABORT), "once is enough"
-    assert request.row is not None
-    assert world.scheduler.take_events() == []
-    world.finish(batch)
     assert (request.finish_reason, request.error, request.output) == (FinishReason.ABORT, error, [])
+    assert request.row is not None
+    world.scheduler.check()
+    world.finish(batch)
+    assert request.row is None
     world.listen()
     assert len(other.output) == 1
     world.run()
 
 
-def test_batches_and_commits_alternate() -> None:
+def test_batches_are_committed_in_their_order() -> None:
     world = World()
     assert world.scheduler.get_next_batch() is None
     request = world.add("r", [1, 2])
     batch = world.begin()
     assert batch is not None
+    world.flying = world.launch(batch)
+    ahead = world.begin()
+    assert ahead is not None
+    assert (ahead.is_ahead, ahead.entries[0].start) == (True, 2)
     with pytest.raises(RuntimeError, match="in flight"):
         world.scheduler.get_next_batch()
+    with pytest.raises(ValueError, match="oldest"):
+        world.scheduler.commit(ahead, [1])
     for tokens in ([], [None], [1, 2]):
         with pytest.raises(ValueError, match="token"):
             world.scheduler.commit(batch, tokens)
-    assert request.num_computed == 0
-    world.finish(batch)
-    with pytest.raises(ValueError, match="not in flight"):
-        world.scheduler.commit(batch, [1])
-    with pytest.raises(ValueError, match="not in flight"):
-        world.scheduler.fail(batch, LoraserveError("late"))
+    assert (request.num_computed, request.num_scheduled) == (0, 3)
+    world.fly(ahead)
+    for other in (batch, ahead):
+        with pytest.raises(ValueError, match="not in flight"):
+            world.scheduler.commit(other, [1])
+        with pytest.raises(ValueError, match="not in flight"):
+            world.scheduler.fail(other, LoraserveError("late"))
+    assert request.num_computed == request.num_scheduled == 3
+    world.listen()
     world.run()
 
 

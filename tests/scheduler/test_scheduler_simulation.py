@@ -80,3 +80,21 @@ def test_other_evictions_and_no_adapters(eviction: str) -> None:
     )
     simulate(world, 3, 300)
     assert world.scheduler.stats().cached_tokens_total > 0
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "longest-prefix", "priority", "fair-share"])
+@pytest.mark.parametrize(("page_size", "prefix_cache"), [(1, True), (4, True), (4, False), (16, True)])
+def test_steps_planned_ahead_of_their_tokens(policy: str, page_size: int, prefix_cache: bool) -> None:
+    world = World(
+        cache=CacheConfig(page_size=page_size, prefix_cache=prefix_cache),
+        scheduler=SchedulerConfig(max_running=8, max_step_tokens=32, prefill_chunk=7, policy=policy),  # type: ignore[arg-type]
+        num_locations=160,
+        room=5,
+        adapters=make_adapters(8),
+        growth=GrowthReserve(1, 1),
+        overlap=True,
+    )
+    simulate(world, 7 + page_size, 400, check_every=5)
+    assert world.scheduler.stats().retractions_total > 0
+    assert sum(batch.is_ahead for batch in world.batches) > len(world.batches) / 2
+    assert world.model.num_wasted > 10, "the run was meant to have ends that nobody could foresee"
