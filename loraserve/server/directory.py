@@ -62,7 +62,7 @@ class AdapterDirectory:
         self._clock = clock
         self._wall = wall
         self._entries: dict[str, Entry] = {}
-        self._versions = EngineVersions(engine, clock)
+        self._versions = EngineVersions(engine, library, clock)
         self._background = Background()
         self._spawn = self._background.spawn
         self._arrivals = Arrivals(library, self._versions, MAX_IMPORTS)
