@@ -21,8 +21,10 @@ from loraserve.errors import (
     NameReserved,
     NameTaken,
 )
-from loraserve.server.directory import KEEP_FAILURE_S, AdapterDirectory
+from loraserve.server import failed_loads
+from loraserve.server.directory import AdapterDirectory
 from loraserve.server.entries import LoadOrder
+from loraserve.server.failed_loads import KEEP_FAILURE_S
 from loraserve.server.inflight import Hold, InFlight
 from loraserve.server.lora_field import AdapterRef
 from loraserve.server.ports import AdapterPlace
@@ -158,6 +160,36 @@ async def test_failed_state_is_kept_ten_minutes_without_wait(
     assert directory.entries() == []
     with pytest.raises(AdapterNotFound):
         directory.entry("a")
+
+
+async def test_failures_that_nobody_looks_up_are_bounded(
+    directory: AdapterDirectory,
+    library: FakeLibrary,
+    engine: FakeEngine,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(failed_loads, "MAX_FAILURES", 3)
+    engine.refuse[library.version_of("bad")] = AdapterRefused(AdapterFault.NON_FINITE, "NaN")
+    await directory.load(order(library, "served", "good"))
+
+    async def fail(name: str) -> None:
+        entry = await directory.load(order(library, name, "bad", replace=True), wait=False)
+        await eventually(lambda: entry.flight is None)
+
+    await fail("served")
+    for number in range(5):
+        clock.now += 1
+        await fail(f"n{number}")
+    assert set(directory._entries) == {"served", "n2", "n3", "n4"}
+    assert directory.entry("served").failure is None, "the oldest is no longer told"
+    assert directory.resolve(AdapterRef("served")).version == library.version_of("good")
+    await fail("n2")  # told anew, so it is the youngest now
+    await fail("n5")
+    assert set(directory._entries) == {"served", "n2", "n4", "n5"}
+    clock.now += KEEP_FAILURE_S
+    await directory.load(order(library, "later", "good"))
+    assert set(directory._entries) == {"served", "later"}
 
 
 async def test_new_load_clears_a_failure(directory: AdapterDirectory, library: FakeLibrary, engine: FakeEngine) -> None:
