@@ -66,9 +66,8 @@ class AdapterStore:
         with storage_errors("opening it"):
             self._versions.mkdir(parents=True, exist_ok=True)
             with exclusive(self._lock_file):
-                self._registry = Registry(data_dir / "registry.sqlite3")
+                self._registry, self._holds = Registry(data_dir / "registry.sqlite3"), Holds(data_dir / "holds.lock")
                 self._workspace = Workspace(data_dir / "tmp")
-                self._holds = Holds(data_dir / "holds.lock")
                 alone = self._workspace.sweep()
                 self.templates = TemplateFolder(data_dir / "templates", self._workspace)
                 # What requests made a former process fetch is known to nobody any more.
@@ -107,6 +106,7 @@ class AdapterStore:
         *,
         max_bytes: int | None = None,
         hold: bool = False,
+        template: str | None = None,
     ) -> VersionRecord:
         """Copy an adapter in, check the copy, and keep it under its hash; known content is kept once.
 
@@ -126,6 +126,8 @@ class AdapterStore:
                 kept = None if damaged else self._kept_files(version)
                 if kept is None:
                     self._move_in(copy, version)
+                if template is not None:  # not before, as a refused adapter leaves nothing, nor after its record
+                    self.templates.keep(template)
                 added = self._registry.add_version(record if kept is None else _with_files(record, kept))
                 if hold:
                     self._holds.hold(version)
@@ -151,15 +153,14 @@ class AdapterStore:
         source = fetched.source
         if template is not None:
             source = replace(source, chat_template=digest_of(template))
-        if source.chat_template is not None:
-            self._holds.hold(source.chat_template)
+            self._holds.hold(digest_of(template))
         try:
-            record = self.ingest(fetched.folder, source, geometry, max_rank, progress, max_bytes=max_bytes, hold=True)
-            if template is not None:  # a refused adapter leaves nothing
-                self.templates.keep(template)
+            record = self.ingest(
+                fetched.folder, source, geometry, max_rank, progress, max_bytes=max_bytes, hold=True, template=template
+            )
         except BaseException:
-            if source.chat_template is not None:
-                self._holds.let_go(source.chat_template)
+            if template is not None:
+                self._holds.let_go(digest_of(template))
             raise
         return record, source
 
@@ -325,7 +326,7 @@ class AdapterStore:
         return self._registry.versions_of(name)
 
     def versions_now(self, name: str) -> list[NameVersion]:
-        """The versions that a name had since it was last removed; see `Registry.versions_now`."""
+        """See `Registry.versions_now`."""
         return self._registry.versions_now(name)
 
     # -- inside ---------------------------------------------------------------------------------------------------
