@@ -21,7 +21,7 @@ from loraserve.server.arrival import Arrivals
 from loraserve.server.background import Background
 from loraserve.server.caller import Caller
 from loraserve.server.engine_versions import EngineVersions
-from loraserve.server.entries import Entry, Failure, Flight, LoadOrder, Unloaded
+from loraserve.server.entries import Entry, Failure, Flight, LoadOrder, Retired, Unloaded
 from loraserve.server.failed_loads import FailedLoads
 from loraserve.server.inflight import InFlight, ServedAdapter, wait_event
 from loraserve.server.lora_field import AdapterRef
@@ -346,16 +346,18 @@ class AdapterDirectory:
                 self._entries[name] = entry
                 raise
         if entry.served is None:
-            return Unloaded(name, None, 0, 0)
+            return Unloaded(name, None, 0, 0, True)
         rest = self._spawn(self._finish_unload(going, limit_s, had if purge else []))
-        aborted = await asyncio.shield(rest) if wait else 0
-        return Unloaded(name, entry.served.version, running - aborted if wait else 0, aborted)
+        if not wait:
+            return Unloaded(name, entry.served.version, 0, 0, False)
+        aborted, freed = await asyncio.shield(rest)
+        return Unloaded(name, entry.served.version, running - aborted, aborted, freed)
 
-    async def _finish_unload(self, going: list[ServedAdapter], deadline_s: float, purge: list[str]) -> int:
-        aborted = sum(await asyncio.gather(*(self._retire(served, deadline_s) for served in going)))
-        logger.info("adapter %s unloaded (%d requests aborted)", going[0].name, aborted)
+    async def _finish_unload(self, going: list[ServedAdapter], deadline_s: float, purge: list[str]) -> Retired:
+        retired = Retired.all(await asyncio.gather(*(self._retire(served, deadline_s) for served in going)))
+        logger.info("adapter %s unloaded (%d requests aborted)", going[0].name, retired.aborted)
         await self._arrivals.purge(purge)
-        return aborted
+        return retired
 
     def _settled(self, name: str) -> Entry:
         entry = self.entry(check_name(name))
@@ -372,8 +374,8 @@ class AdapterDirectory:
             raise AdapterNotFound(f"adapter {name!r} could not be loaded", param="name")
         return entry, entry.served
 
-    async def _retire(self, served: ServedAdapter, deadline_s: float | None = None) -> int:
-        """Wait for an adapter's requests, end those left at the deadline, free its version; returns how many ended."""
+    async def _retire(self, served: ServedAdapter, deadline_s: float | None = None) -> Retired:
+        """Wait for an adapter's requests, end those left at the deadline, free its version."""
         aborted = 0
         if deadline_s is None:
             await served.idle.wait()
@@ -381,8 +383,7 @@ class AdapterDirectory:
             error = RequestAborted(f"adapter {served.name!r} was unloaded while this request ran")
             aborted = await self._inflight.abort(served.holds, error)
             await wait_event(served.idle, ABORT_GRACE_S)
-        await self._versions.unbind(served)
-        return aborted
+        return Retired(aborted, await self._versions.unbind(served))
 
     async def sync(self) -> list[Registered]:
         """Take over what the registry says; see `RegistrySync.sync`."""

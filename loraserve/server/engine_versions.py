@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter
@@ -15,6 +14,7 @@ from loraserve.errors import (
     AdapterRefused,
     EngineDead,
     EngineNotReady,
+    EngineStuck,
     LoraserveError,
     StorageFailed,
 )
@@ -74,10 +74,10 @@ class EngineVersions:
         self.use(served.version)
         self._served_by.setdefault(served.version, set()).add(served)
 
-    async def unbind(self, served: ServedAdapter) -> None:
-        """The name and its last request are gone."""
+    async def unbind(self, served: ServedAdapter) -> bool:
+        """The name and its last request are gone; see `release`."""
         self._served_by[served.version].discard(served)
-        await self.release(served.stored)
+        return await self.release(served.stored)
 
     def failure(self, version: str) -> LoraserveError | None:
         """Why the engine does not have a version that it was asked to take; None if it was not asked or has it."""
@@ -112,9 +112,12 @@ class EngineVersions:
             self._refused.pop(version, None)
             self._installed[version] = pinned
 
-    async def release(self, stored: StoredAdapter) -> None:
-        """One user less: the last one frees the version in the engine, the last pinned one unpins it."""
-        version = stored.version
+    async def release(self, stored: StoredAdapter) -> bool:
+        """One user less: the last one frees the version in the engine, the last pinned one unpins it.
+
+        False if the engine is stuck, so that it will be free only when the engine goes on.
+        """
+        version, freed = stored.version, True
         self._uses[version] -= 1
         async with self._lock(version):
             if self._uses[version] > 0:
@@ -124,8 +127,12 @@ class EngineVersions:
                     self._installed[version] = pinned
             elif self._installed.pop(version, None) is not None:
                 # An engine that is down holds nothing, and its client forgets the version first.
-                with contextlib.suppress(EngineDead, EngineNotReady):
+                try:
                     await self._engine.drop_adapter(version, force=True)
+                except EngineStuck:
+                    freed = False
+                except (EngineDead, EngineNotReady):
+                    pass
             if self._uses[version] <= 0:
                 for held in self._held.pop(version, {}).values():
                     await self.let_go(held)
@@ -134,6 +141,7 @@ class EngineVersions:
             self._refused.pop(version, None)
             self._served_by.pop(version, None)
             self._locks.pop(version, None)
+        return freed
 
     async def let_go(self, stored: StoredAdapter) -> None:
         """Undo one `hold` of the library."""

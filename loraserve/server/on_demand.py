@@ -20,7 +20,7 @@ from loraserve.lora.records import Visibility
 from loraserve.server.arrival import Arrivals
 from loraserve.server.caller import Caller
 from loraserve.server.engine_versions import EngineVersions
-from loraserve.server.entries import Unloaded
+from loraserve.server.entries import Retired, Unloaded
 from loraserve.server.inflight import ServedAdapter
 from loraserve.server.lora_field import AdapterRef
 from loraserve.server.misses import Misses
@@ -72,7 +72,7 @@ class OnDemand:
         library: AdapterLibrary,
         versions: EngineVersions,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-        retire: Callable[[ServedAdapter, float], asyncio.Task[int]],
+        retire: Callable[[ServedAdapter, float], asyncio.Task[Retired]],
         *,
         max_adapters: int,
         max_bytes: int,
@@ -154,8 +154,11 @@ class OnDemand:
         served = [entry.served for entry in gone if entry.served is not None]
         running = sum(len(each.holds) for each in served)
         rests = [self._retire(each, deadline_s) for each in served]
-        aborted = sum(await asyncio.shield(asyncio.gather(*rests))) if wait else 0
-        return Unloaded(name, served[0].version if served else None, running - aborted if wait else 0, aborted)
+        version = served[0].version if served else None
+        if not wait:
+            return Unloaded(name, version, 0, 0, not rests)
+        aborted, freed = Retired.all(await asyncio.shield(asyncio.gather(*rests)))
+        return Unloaded(name, version, running - aborted, aborted, freed)
 
     def close(self) -> None:
         """Begin nothing more."""

@@ -18,6 +18,7 @@ from loraserve.errors import (
     AdapterNotFound,
     AdapterRefused,
     EngineDead,
+    EngineStuck,
     NameReserved,
     NameTaken,
 )
@@ -270,7 +271,7 @@ async def test_unload_waits_for_running_requests(
     assert engine.dropped == []
     for each in running:
         inflight.release(each)
-    assert await unload == ("a", library.version_of("one"), 3, 0)
+    assert await unload == ("a", library.version_of("one"), 3, 0, True)
     assert engine.dropped == [library.version_of("one")]
     assert engine.loaded == {}
     with pytest.raises(AdapterNotFound):
@@ -360,7 +361,7 @@ async def test_unload_of_a_failed_name_clears_it(
     engine.refuse[library.version_of("bad")] = AdapterRefused(AdapterFault.NON_FINITE, "NaN")
     entry = await directory.load(order(library, "a", "bad"), wait=False)
     await eventually(lambda: entry.flight is None)
-    assert await directory.unload("a") == ("a", None, 0, 0)
+    assert await directory.unload("a") == ("a", None, 0, 0, True)
     with pytest.raises(AdapterNotFound):
         await directory.unload("a")
 
@@ -374,7 +375,25 @@ async def test_unload_when_the_engine_is_dead(
         raise EngineDead("gone")
 
     monkeypatch.setattr(engine, "drop_adapter", dead)
-    assert (await directory.unload("a")).drained == 0
+    assert await directory.unload("a") == ("a", library.version_of("one"), 0, 0, True), "what is dead holds nothing"
+
+
+async def test_unload_when_the_engine_is_stuck(
+    directory: AdapterDirectory, library: FakeLibrary, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await directory.load(order(library, "a", "one"))
+
+    async def stuck(version: str, force: bool = False) -> None:
+        raise EngineStuck("no answer for 30 s")
+
+    monkeypatch.setattr(engine, "drop_adapter", stuck)
+    assert await directory.unload("a") == ("a", library.version_of("one"), 0, 0, False)
+    with pytest.raises(AdapterNotFound):
+        directory.resolve(AdapterRef("a"))
+    monkeypatch.undo()
+    await directory.load(order(library, "a", "one"))
+    assert await directory.unload("a", wait=False) == ("a", library.version_of("one"), 0, 0, False)
+    await eventually(lambda: engine.loaded == {})
 
 
 async def test_unknown_exception_in_the_library_is_an_internal_error(

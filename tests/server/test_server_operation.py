@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import BASE, eventually, open_client
+from conftest import BASE, LiveServer, eventually, open_client
 from fake_engine import FakeEngine, FakeLibrary
 from test_server_admin import code, load
 
@@ -28,7 +28,7 @@ API = [("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/
 API += [("POST", "/detokenize"), ("GET", "/v1/nothing"), ("GET", "/nothing")]
 ADMIN = [("GET", "/adapters"), ("GET", "/adapters/x"), ("POST", "/adapters/load"), ("POST", "/adapters/unload")]
 ADMIN += [("POST", "/adapters/rollback"), ("POST", "/adapters/pin"), ("GET", "/adapters/x/versions")]
-ADMIN += [("POST", "/v1/load_lora_adapter"), ("POST", "/unload_lora_adapter")]
+DOORS = [("POST", f"{prefix}/{call}_lora_adapter") for prefix in ("", "/v1") for call in ("load", "unload")]
 ADMIN += [("POST", "/admin/limits"), ("GET", "/admin/limits"), ("POST", "/admin/x")]
 OPEN = [("GET", "/health"), ("GET", "/ready"), ("GET", "/version"), ("GET", "/metrics"), ("GET", "/openapi.json")]
 
@@ -53,6 +53,9 @@ OPEN = [("GET", "/health"), ("GET", "/ready"), ("GET", "/version"), ("GET", "/me
         ({"admin_key": "adm", "api_key": ("k1",)}, "adm", None, None),
         ({"admin_key": "adm", "api_key": ("k1",)}, "wrong", 401, 401),
         ({"admin_key": "adm", "api_key": ("ü€",)}, "ü€", None, 403),
+        ({"open_lora_doors": True, "host": "0.0.0.0"}, None, None, 403),
+        ({"open_lora_doors": True, "admin_key": "adm", "api_key": ("k1",)}, "k1", None, 403),
+        ({"open_lora_doors": True, "admin_key": "adm", "api_key": ("k1",)}, "wrong", 401, 401),
     ],
     ids=str,
 )
@@ -61,7 +64,8 @@ async def test_who_may_call_what(
 ) -> None:
     headers = {} if key is None else {"authorization": f"Bearer {key}".encode()}
     async with open_client(build_app(make_server(**server))) as client:
-        for routes, status in ((API, api), (ADMIN, admin), (OPEN, None)):
+        doors = api if server.get("open_lora_doors") else admin
+        for routes, status in ((API, api), (ADMIN, admin), (DOORS, doors), (OPEN, None)):
             for method, path in routes:
                 response = await client.request(method, path, headers=headers, content=b"{broken")
                 if status is None:
@@ -125,6 +129,17 @@ async def test_health_and_ready(client: httpx.AsyncClient, server: ServerState, 
     server.starting = False
     server.text_or_none = None
     assert await statuses() == (200, 503, 503)
+
+
+async def test_load_balancers_ask_with_head(live: LiveServer, engine: FakeEngine) -> None:
+    async with httpx.AsyncClient(base_url=live.url) as client:
+        for path in ("/health", "/ready"):
+            answer = await client.head(path)
+            assert (answer.status_code, answer.content) == (200, b"")
+        engine.stuck = True
+        assert [(await client.head(path)).status_code for path in ("/health", "/ready")] == [503, 503]
+        assert (await client.get("/health")).status_code == 503, "the connection is still good"
+        assert (await client.head("/v1/models")).status_code == 405
 
 
 async def test_engine_death_ends_requests(client: httpx.AsyncClient, engine: FakeEngine) -> None:
