@@ -161,6 +161,9 @@ class ServerConfig:
     port: int = option(8000, "Port to listen on; 0 takes a free one.")
     api_key: tuple[str, ...] = option((), "Key that opens /v1 (repeatable). Without any, /v1 is open.")
     admin_key: str | None = option(None, "Key that opens the admin endpoints (and /v1).")
+    open_lora_doors: bool = option(
+        False, "Let vLLM's and SGLang's calls to load and unload adapters in without the admin key, as their own do."
+    )
     data_dir: Path | None = option(None, "Where registered adapters are kept (default: the user's data folder).")
     drain_deadline_s: float = option(30.0, "How long a stopping server lets running requests finish.")
     max_body: int = option(16 * MIB, "Largest request body.", size=True)

@@ -342,6 +342,13 @@ class SourceFailed(AdapterError):
     code = "source_failed"
 
 
+class SourceTimeout(SourceFailed):
+    """An object store or web server went silent."""
+
+    status = 504
+    code = "source_timeout"
+
+
 class SourceNotFound(AdapterError):
     """There is nothing at that address."""
 

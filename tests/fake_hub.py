@@ -27,6 +27,7 @@ class Answer:
     cut: int | None = None  # the connection ends after so many bytes of the body
     pace: float = 0.0  # seconds that the body takes
     stall_s: float = 0.0  # before anything is answered
+    stop_at: int | None = None  # after so many bytes of the body nothing comes, until `stall_s` are over
 
 
 @dataclass
@@ -68,6 +69,8 @@ class FakeHub:
         revision = rest[1] if len(rest) > 1 else "main"
         if revision not in self.revisions | {self.commits.get(repo, COMMIT)}:
             return Answer(404, {"X-Error-Code": "RevisionNotFound"})
+        if api and rest == ["auth-check"] and repo in self.gated:
+            return Answer(403, {"X-Error-Code": "GatedRepo"})
         if api:
             return Answer(200, body=json.dumps(self._info(repo)).encode())
         if repo in self.gated:
@@ -129,7 +132,8 @@ def serve(hub: FakeHub) -> Iterator[FakeHub]:
         def reply(self) -> None:
             token = self.headers.get("Authorization", "").removeprefix("Bearer ") or None
             answer = hub.answer(self.command, self.path, token, self.headers.get("Range"))
-            time.sleep(answer.stall_s)
+            if answer.stop_at is None:
+                time.sleep(answer.stall_s)
             self.send_response(answer.status)
             for name, value in answer.headers.items():
                 self.send_header(name, value)
@@ -142,6 +146,11 @@ def serve(hub: FakeHub) -> Iterator[FakeHub]:
             body = answer.body[: answer.cut]
             pieces = 20 if answer.pace else 1
             size = max(1, -(-len(body) // pieces))
+            if answer.stop_at is not None:
+                self.wfile.write(body[: answer.stop_at])
+                self.wfile.flush()
+                time.sleep(answer.stall_s)
+                body = body[answer.stop_at :]
             for start in range(0, len(body), size):
                 time.sleep(answer.pace / pieces)
                 try:

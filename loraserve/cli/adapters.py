@@ -118,7 +118,8 @@ def unload_adapter(
     if as_json:
         print_json(answer)
     else:
-        typer.echo(f"{name} unloaded: {answer['drained']} requests drained, {answer['aborted']} aborted")
+        later = "" if answer["freed"] else "; the engine is stuck, its memory is freed when it goes on"
+        typer.echo(f"{name} unloaded: {answer['drained']} requests drained, {answer['aborted']} aborted{later}")
 
 
 def inspect_adapter(

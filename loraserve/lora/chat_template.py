@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from loraserve.errors import AdapterFault, AdapterRefused, StorageFailed
@@ -73,6 +74,17 @@ class TemplateFolder:
                 os.replace(copy, place)
                 fsync_folder(self._folder)
         return digest
+
+    def kept(self) -> list[str]:
+        """Hashes of all templates. Raises `StorageFailed`."""
+        with storage_errors("listing chat templates"):
+            return [path.stem for path in self._folder.glob("*.jinja")]
+
+    def delete(self, digests: Iterable[str]) -> None:
+        """Delete templates. Raises `StorageFailed`."""
+        with storage_errors("deleting chat templates"):
+            for digest in digests:
+                (self._folder / f"{digest}.jinja").unlink(missing_ok=True)
 
     def read(self, digest: str) -> str:
         """A template that was kept. Raises `StorageFailed` if it is gone or is another text now."""

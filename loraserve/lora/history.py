@@ -74,6 +74,17 @@ def live_versions(db: sqlite3.Connection) -> set[str]:
     return {row[0] for row in rows}
 
 
+def live_templates(db: sqlite3.Connection) -> set[str]:
+    """Hashes of the chat templates of versions, of names, and of what names could be rolled back to."""
+    rows = db.execute(
+        "SELECT json_extract(source, '$.chat_template') FROM ("
+        "SELECT source FROM versions UNION ALL SELECT source FROM aliases UNION ALL "
+        "SELECT h.source FROM history h JOIN aliases a ON a.name = h.name WHERE h.version IS NOT NULL AND h.id > "
+        "COALESCE((SELECT MAX(id) FROM history x WHERE x.name = h.name AND x.version IS NULL), 0))"
+    )
+    return {row[0] for row in rows if row[0] is not None}
+
+
 def all_uses(db: sqlite3.Connection, name: str, exists: bool) -> list[VersionUse]:
     """A name's whole history, newest first; the first is the current one if the name `exists`."""
     rows = db.execute(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from loraserve.lora.history import (
     all_uses,
     chosen_step,
     live_rows,
+    live_templates,
     live_versions,
     names_versions,
     note,
@@ -36,7 +37,7 @@ from loraserve.lora.spec import AdapterSource
 
 __all__ = ["Alias", "NameVersion", "Registry", "VersionRecord", "VersionUse"]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS versions (
@@ -45,7 +46,8 @@ CREATE TABLE IF NOT EXISTS versions (
     report TEXT NOT NULL,
     files TEXT NOT NULL,
     created_at REAL NOT NULL,
-    tier TEXT NOT NULL DEFAULT 'disk'  -- where a server had it when it last looked
+    tier TEXT NOT NULL DEFAULT 'disk',  -- where a server had it when it last looked
+    doomed INTEGER NOT NULL DEFAULT 0  -- to be deleted when the last process lets go of it
 ) STRICT;
 CREATE TABLE IF NOT EXISTS aliases (
     name TEXT PRIMARY KEY,
@@ -76,6 +78,7 @@ ALTER TABLE aliases ADD COLUMN visibility TEXT NOT NULL DEFAULT 'public';
 ALTER TABLE aliases ADD COLUMN last_used_at REAL;
 ALTER TABLE history ADD COLUMN origin INTEGER;
 """,
+    2: "ALTER TABLE versions ADD COLUMN doomed INTEGER NOT NULL DEFAULT 0",
 }
 """From each former schema to the next."""
 
@@ -119,7 +122,7 @@ class Registry:
         with self._transaction() as db:
             db.execute(
                 "INSERT INTO versions(version, source, report, files, created_at) VALUES (?, ?, ?, ?, ?) "
-                "ON CONFLICT(version) DO UPDATE SET files = excluded.files, report = excluded.report",
+                "ON CONFLICT(version) DO UPDATE SET files = excluded.files, report = excluded.report, doomed = 0",
                 (
                     record.version,
                     encode(record.source),
@@ -148,15 +151,15 @@ class Registry:
 
     def unreferenced(self) -> list[str]:
         """Versions that no name points at, oldest first."""
-        query = "SELECT version FROM versions WHERE version NOT IN (SELECT version FROM aliases) ORDER BY created_at"
-        with self._transaction(write=False) as db:
-            return [row[0] for row in db.execute(query)]
+        return self._versions_where("version NOT IN (SELECT version FROM aliases)")
 
     def demanded(self) -> list[str]:
         """Versions that came first on demand, oldest first."""
-        query = "SELECT version FROM versions WHERE json_extract(source, '$.on_demand') ORDER BY created_at"
-        with self._transaction(write=False) as db:
-            return [row[0] for row in db.execute(query)]
+        return self._versions_where("json_extract(source, '$.on_demand')")
+
+    def doomed(self) -> list[str]:
+        """Versions that are to be deleted when nobody holds them, oldest first."""
+        return self._versions_where("doomed")
 
     def delete_version(self, version: str) -> None:
         """Forget a version. Raises `AdapterNotFound`, or `AdapterInUse` while a name points at it."""
@@ -167,13 +170,24 @@ class Registry:
                 raise AdapterInUse(f"{name[0]!r} points at version {version[:12]}")
             db.execute("DELETE FROM versions WHERE version = ?", (version,))
 
-    def delete_unneeded(self, versions: Iterable[str]) -> list[str]:
-        """Forget those of the versions that no name points at and no name could be rolled back to; returns them."""
+    def delete_unneeded(self, versions: Iterable[str], free: Collection[str] | None = None) -> list[str]:
+        """Forget those of the versions that no name points at and no name could be rolled back to; returns them.
+
+        Only those that are `free` (None: all) go now, the others are doomed.
+        """
         with self._transaction() as db:
-            gone = sorted(set(versions) - live_versions(db))
-            gone = [version for version in gone if self._has(db, version)]
+            unneeded = sorted(set(versions) - live_versions(db))
+            unneeded = [version for version in unneeded if self._has(db, version)]
+            gone = [version for version in unneeded if free is None or version in free]
             db.executemany("DELETE FROM versions WHERE version = ?", [(version,) for version in gone])
+            rest = [(version,) for version in unneeded if version not in gone]
+            db.executemany("UPDATE versions SET doomed = 1 WHERE version = ?", rest)
             return gone
+
+    def templates(self) -> set[str]:
+        """Hashes of the chat templates that a version, a name, or what a name could be rolled back to has."""
+        with self._transaction(write=False) as db:
+            return live_templates(db)
 
     def num_bytes(self) -> int:
         """Bytes of the files of all versions."""
@@ -216,6 +230,7 @@ class Registry:
                 used = None if current is None else current.last_used_at
                 row = (name, version, encoded, pinned, now, owner, visibility or "public", used)
                 db.execute("INSERT OR REPLACE INTO aliases VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+                db.execute("UPDATE versions SET doomed = 0 WHERE version = ?", (version,))
                 note(db, name, version, encoded, now)
             return self._require_alias(db, name)
 
@@ -344,6 +359,10 @@ class Registry:
                 self._connection.execute("ROLLBACK")
                 raise
             self._connection.execute("COMMIT")
+
+    def _versions_where(self, condition: str) -> list[str]:
+        with self._transaction(write=False) as db:
+            return [row[0] for row in db.execute(f"SELECT version FROM versions WHERE {condition} ORDER BY created_at")]
 
     def _version(self, db: sqlite3.Connection, version: str) -> VersionRecord:
         row = db.execute(f"{_VERSION} WHERE version = ?", (version,)).fetchone()

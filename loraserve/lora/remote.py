@@ -23,6 +23,7 @@ from loraserve.config import format_bytes
 from loraserve.errors import AdapterFault, AdapterRefused, DiskFull, LoraserveError, SourceFailed, SourceNotFound
 from loraserve.lora.adapter_files import CONFIG_NAME, needed_files
 from loraserve.lora.files import CHUNK, AdapterFolder
+from loraserve.lora.remote_bound import bounded
 from loraserve.lora.sources import FetchedFolder, resolve_local
 from loraserve.lora.spec import AdapterSource
 from loraserve.lora.strict_json import show
@@ -50,7 +51,7 @@ def fetch_url(url: str, allow: Sequence[str], into: Path, max_bytes: int, progre
     """Bring an adapter's files into the new folder `into`.
 
     Raises `AdapterRefused` (`path_escape` for what no prefix allows, `not_an_adapter`, `adapter_too_large`,
-    `corrupt_weights` for a broken archive), `SourceNotFound`, `SourceFailed`, `DiskFull`.
+    `corrupt_weights` for a broken archive), `SourceNotFound`, `SourceFailed`, `SourceTimeout`, `DiskFull`.
     """
     _check_allowed(url, allow)
     source = AdapterSource("url", path=url)
@@ -67,14 +68,13 @@ def fetch_url(url: str, allow: Sequence[str], into: Path, max_bytes: int, progre
             raise AdapterRefused(AdapterFault.PATH_ESCAPE, f"{show(url, 200)} is a link", param="path")
     into.mkdir()
     with _source_errors(url):
-        system, path_there = _open_system(url)
         if is_archive:
-            with system.open(path_there, "rb") as remote, tempfile.TemporaryFile(dir=into.parent) as file:
-                _copy(remote, file, _Budget(max_bytes, progress, int(system.size(path_there) or 0)))
+            with tempfile.TemporaryFile(dir=into.parent) as file:
+                bounded(lambda told: _copy_archive(url, file.fileno(), max_bytes, told), progress, show(url, 200))
                 file.seek(0)
                 _unpack(url, file, into, max_bytes)
         else:
-            _copy_folder(system, path_there, into, max_bytes, progress)
+            bounded(lambda told: _copy_folder(url, into, max_bytes, told), progress, show(url, 200))
     if not any(into.iterdir()):
         raise AdapterRefused(AdapterFault.NOT_AN_ADAPTER, f"{show(url, 200)} holds no adapter files", param="path")
     return FetchedFolder(AdapterFolder.at(into), source)
@@ -133,7 +133,15 @@ def _copy(reading: IO[bytes], writing: IO[bytes], budget: _Budget) -> None:
         writing.write(piece)
 
 
-def _copy_folder(system: Any, path: str, into: Path, max_bytes: int, progress: Progress) -> None:
+def _copy_archive(url: str, file: int, max_bytes: int, progress: Progress) -> None:
+    system, path = _open_system(url)
+    # Of its own: whoever waits may give up and close the other one.
+    with os.fdopen(os.dup(file), "wb") as writing, system.open(path, "rb") as remote:
+        _copy(remote, writing, _Budget(max_bytes, progress, int(system.size(path) or 0)))
+
+
+def _copy_folder(url: str, into: Path, max_bytes: int, progress: Progress) -> None:
+    system, path = _open_system(url)
     found = {PurePosixPath(each["name"]).name: each for each in system.ls(path, detail=True) if each["type"] == "file"}
     names = needed_files(found)
     budget = _Budget(max_bytes, progress, sum(int(found[name].get("size") or 0) for name in names))
@@ -192,6 +200,9 @@ def _source_errors(url: str) -> Iterator[None]:
     except LoraserveError:
         raise
     except FileNotFoundError as error:
+        trouble = _web_trouble(error.__cause__)
+        if trouble is not None:
+            raise SourceFailed(f"{show(url, 200)} could not be read: {trouble}", param="path") from error
         raise SourceNotFound(f"{show(url, 200)} does not exist", param="path") from error
     except ImportError as error:
         raise SourceFailed(f"{show(url, 200)} needs a package that is not installed: {error}", param="path") from error
@@ -201,3 +212,13 @@ def _source_errors(url: str) -> Iterator[None]:
         raise SourceFailed(f"{show(url, 200)} could not be read: {type(error).__name__}", param="path") from error
     except Exception as error:  # every store's client has errors of its own
         raise SourceFailed(f"{show(url, 200)} could not be read: {type(error).__name__}", param="path") from error
+
+
+def _web_trouble(error: BaseException | None) -> str | None:
+    """What a web client ran into, unless it is a 404; fsspec says of everything that there is no such file."""
+    if error is None or not type(error).__module__.startswith("aiohttp"):
+        return None
+    status = getattr(error, "status", None)
+    if status in (404, 410):
+        return None
+    return type(error).__name__ if status is None else f"status {status}"

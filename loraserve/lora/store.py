@@ -6,6 +6,7 @@ DATA/versions/<hash>/     the files of one version, never changed once they are 
 DATA/templates/<hash>.jinja   chat templates that adapters brought
 DATA/tmp/<random>/        copies under way, one folder per living process
 DATA/store.lock           held while folders are moved in or out
+DATA/holds.lock           which versions and templates living processes use
 ```
 """
 
@@ -22,11 +23,12 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from loraserve.errors import AdapterFault, AdapterNotFound, AdapterRefused
+from loraserve.errors import AdapterFault, AdapterInUse, AdapterNotFound, AdapterRefused
 from loraserve.lora.adapter_files import read_adapter_files
 from loraserve.lora.chat_template import TemplateFolder, digest_of, read_chat_template
 from loraserve.lora.files import AdapterFolder, read_chunks
 from loraserve.lora.format import parse_adapter
+from loraserve.lora.holds import Holds
 from loraserve.lora.names import parse_name
 from loraserve.lora.records import Visibility
 from loraserve.lora.registry import Alias, NameVersion, Registry, VersionRecord, VersionUse
@@ -64,18 +66,17 @@ class AdapterStore:
         with storage_errors("opening it"):
             self._versions.mkdir(parents=True, exist_ok=True)
             with exclusive(self._lock_file):
-                self._registry = Registry(data_dir / "registry.sqlite3")
+                self._registry, self._holds = Registry(data_dir / "registry.sqlite3"), Holds(data_dir / "holds.lock")
                 self._workspace = Workspace(data_dir / "tmp")
                 alone = self._workspace.sweep()
                 self.templates = TemplateFolder(data_dir / "templates", self._workspace)
                 # What requests made a former process fetch is known to nobody any more.
-                left = self._registry.demanded() if alone else []
-                if left:
-                    self._registry.delete_unneeded(left)
+                left = self._registry.doomed() + (self._registry.demanded() if alone else [])
+                self._forget_free(left)
                 orphans = self._take_orphans()
+                self._collect_templates()
                 self._seen = self._registry.data_version()
-            for orphan in orphans:
-                shutil.rmtree(orphan, ignore_errors=True)
+            _empty(orphans)
 
     def __enter__(self) -> AdapterStore:
         return self
@@ -90,8 +91,8 @@ class AdapterStore:
         with self._close_lock:
             if not self._closed:
                 self._closed = True
-                self._registry.close()
-                self._workspace.close()
+                for part in (self._registry, self._holds, self._workspace):
+                    part.close()
 
     # -- versions -------------------------------------------------------------------------------------------------
 
@@ -104,11 +105,13 @@ class AdapterStore:
         progress: Progress = _no_progress,
         *,
         max_bytes: int | None = None,
+        hold: bool = False,
+        template: str | None = None,
     ) -> VersionRecord:
         """Copy an adapter in, check the copy, and keep it under its hash; known content is kept once.
 
         The copy is what is checked and hashed, so a source that is edited meanwhile cannot differ from its hash. A
-        refusal leaves nothing. Raises `AdapterRefused`, `StorageFailed`, `DiskFull`.
+        refusal leaves nothing. With `hold` it is held then. Raises `AdapterRefused`, `StorageFailed`, `DiskFull`.
         """
         read_adapter_files(folder)  # before gigabytes are copied, and while files that are not copied can be named
         copy = self._workspace.new_path()
@@ -123,7 +126,12 @@ class AdapterStore:
                 kept = None if damaged else self._kept_files(version)
                 if kept is None:
                     self._move_in(copy, version)
-                return self._registry.add_version(record if kept is None else _with_files(record, kept))
+                if template is not None:  # not before, as a refused adapter leaves nothing, nor after its record
+                    self.templates.keep(template)
+                added = self._registry.add_version(record if kept is None else _with_files(record, kept))
+                if hold:
+                    self._holds.hold(version)
+                return added
         finally:
             shutil.rmtree(copy, ignore_errors=True)
 
@@ -139,16 +147,43 @@ class AdapterStore:
     ) -> tuple[VersionRecord, AdapterSource]:
         """`ingest` what a source brought, with its chat template; returns the source that names the template.
 
-        Raises as `ingest`.
+        Both are held from then on. Raises as `ingest`.
         """
         template = read_chat_template(fetched.folder) if chat_templates else None
         source = fetched.source
         if template is not None:
             source = replace(source, chat_template=digest_of(template))
-        record = self.ingest(fetched.folder, source, geometry, max_rank, progress, max_bytes=max_bytes)
-        if template is not None:  # a refused adapter leaves nothing
-            self.templates.keep(template)
+            self._holds.hold(digest_of(template))
+        try:
+            record = self.ingest(
+                fetched.folder, source, geometry, max_rank, progress, max_bytes=max_bytes, hold=True, template=template
+            )
+        except BaseException:
+            if template is not None:
+                self._holds.let_go(digest_of(template))
+            raise
         return record, source
+
+    def hold(self, version: str, template: str | None = None) -> None:
+        """Keep every process from deleting a version and a chat template, until as many `let_go`.
+
+        Raises `AdapterNotFound`, `StorageFailed`.
+        """
+        self._holds.hold(version)
+        try:
+            self._registry.version(version)
+        except BaseException:
+            self._holds.let_go(version)
+            raise
+        if template is not None:
+            self._holds.hold(template)
+
+    def let_go(self, version: str, template: str | None = None) -> None:
+        """One hold less; the last one of all processes deletes what was to be deleted. Raises `StorageFailed`."""
+        if template is not None:
+            self._holds.let_go(template)
+        if self._holds.let_go(version) and version in self._registry.doomed():
+            self.delete_unneeded([version])
 
     def folder(self, version: str) -> Path:
         """Where a version's files lie. Raises `AdapterNotFound`; `AdapterRefused` if someone took the files away."""
@@ -201,18 +236,24 @@ class AdapterStore:
         return self._registry.unreferenced()
 
     def delete_version(self, version: str) -> None:
-        """Delete a version and its files. Raises `AdapterNotFound`, `AdapterInUse` while a name points at it."""
-        with storage_errors("deleting an adapter"), exclusive(self._lock_file):
+        """Delete a version and its files. Raises `AdapterNotFound`, `AdapterInUse` while it is a name's or is held."""
+        with storage_errors("deleting an adapter"), exclusive(self._lock_file), self._holds.free([version]) as free:
+            if version not in free:
+                raise AdapterInUse(f"version {version[:12]} is in use")
             self._registry.delete_version(version)
             graves = self._bury([version])
-        self._empty(graves)
+        _empty(graves)
 
     def delete_unneeded(self, versions: Iterable[str]) -> list[str]:
-        """Delete those of the versions, with their files, that no name has or could be rolled back to; returns them."""
+        """Delete those of the versions, with their files, that no name has or could be rolled back to; returns them.
+
+        Those that a process holds go when it lets go of them. Chat templates that nobody has any more go, too.
+        """
         with storage_errors("deleting adapters"), exclusive(self._lock_file):
-            gone = self._registry.delete_unneeded(versions)
+            gone = self._forget_free([*versions, *self._registry.doomed()])
             graves = self._bury(gone)
-        self._empty(graves)
+            self._collect_templates()
+        _empty(graves)
         return gone
 
     # -- names ----------------------------------------------------------------------------------------------------
@@ -281,11 +322,11 @@ class AdapterStore:
         return self._registry.resolve(parse_name(text))
 
     def versions_of(self, name: str) -> list[VersionUse]:
-        """The history of a name, newest first. Raises `AdapterNotFound` if it never existed."""
+        """See `Registry.versions_of`."""
         return self._registry.versions_of(name)
 
     def versions_now(self, name: str) -> list[NameVersion]:
-        """The versions that a name had since it was last removed; see `Registry.versions_now`."""
+        """See `Registry.versions_now`."""
         return self._registry.versions_now(name)
 
     # -- inside ---------------------------------------------------------------------------------------------------
@@ -301,6 +342,16 @@ class AdapterStore:
             if path.is_symlink() or not path.is_file() or path.stat().st_size != file.size:
                 return None
         return files
+
+    def _forget_free(self, versions: Iterable[str]) -> list[str]:
+        wanted = set(versions)
+        with self._holds.free(wanted) as free:
+            return self._registry.delete_unneeded(wanted, free)
+
+    def _collect_templates(self) -> None:
+        unknown = set(self.templates.kept()) - self._registry.templates()
+        with self._holds.free(unknown) as free:
+            self.templates.delete(free)
 
     def _move_in(self, copy: Path, version: str) -> None:
         place = self._versions / version
@@ -321,11 +372,6 @@ class AdapterStore:
             fsync_folder(self._versions)
         return graves
 
-    @staticmethod
-    def _empty(graves: Iterable[Path]) -> None:
-        for grave in graves:
-            shutil.rmtree(grave, ignore_errors=True)
-
     def _take_orphans(self) -> list[Path]:
         """Move folders that no record knows (a crash between move and record, or record and delete) out of the way."""
         graves = []
@@ -335,6 +381,11 @@ class AdapterStore:
                 os.rename(folder, grave)
                 graves.append(grave)
         return graves
+
+
+def _empty(graves: Iterable[Path]) -> None:
+    for grave in graves:
+        shutil.rmtree(grave, ignore_errors=True)
 
 
 def _with_files(record: VersionRecord, files: tuple[CopiedFile, ...]) -> VersionRecord:

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from loraserve.engine.messages import EngineStats
+from loraserve.engine.messages import EngineInfo, EngineStats
 from loraserve.server.inflight import ServedAdapter
 
 MAX_LABELS = 50
@@ -82,7 +82,8 @@ class AdapterCollector(Collector):
         self,
         traffic: AdapterTraffic,
         stats: Callable[[], EngineStats],
-        served: Callable[[], Iterable[ServedAdapter]],
+        info: Callable[[], EngineInfo | None],
+        used: Callable[[], Iterable[ServedAdapter]],
         model_name: str,
         max_lora: int,
         disk_bytes: Callable[[], int],
@@ -90,7 +91,8 @@ class AdapterCollector(Collector):
     ) -> None:
         self._traffic = traffic
         self._stats = stats
-        self._served = served
+        self._info = info
+        self._used = used
         self._model_name = model_name
         self._max_lora = max_lora
         self._disk_bytes = disk_bytes
@@ -113,10 +115,6 @@ class AdapterCollector(Collector):
         yield tokens
 
     def _of_vllm(self, stats: EngineStats) -> Iterable[Metric]:
-        names: dict[str, str] = {}
-        for served in self._served():
-            if served.visibility == "public":
-                names.setdefault(served.version, served.name)
         for name, text, value in (
             ("num_requests_running", "Requests that generate.", stats.running),
             ("num_requests_waiting", "Requests that wait.", stats.waiting),
@@ -131,13 +129,21 @@ class AdapterCollector(Collector):
             "Adapters of running and waiting requests; the value is the time.",
             labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
         )
-        running, waiting = _named(stats.running_adapters, names), _named(stats.waiting_adapters, names)
+        # The names that requests use, which are not all that a version has. The engine knows versions only.
+        used = [served for served in self._used() if served.visibility == "public"]
+        running, waiting = (_named(versions, used) for versions in (stats.running_adapters, stats.waiting_adapters))
         info.add_metric([str(self._max_lora), running, waiting], self._wall())
         yield info
+        engine = self._info()
+        if engine is not None:
+            names = ["block_size", "num_gpu_blocks", "engine"]
+            cache = GaugeMetricFamily("vllm:cache_config_info", "The KV pool: tokens of a page, pages.", labels=names)
+            cache.add_metric([str(engine.page_size), str(engine.kv_tokens // engine.page_size), "0"], 1)
+            yield cache
 
 
-def _named(versions: Sequence[str], names: dict[str, str]) -> str:
-    return ",".join(sorted(names[version] for version in versions if version in names))
+def _named(versions: Sequence[str], used: Sequence[ServedAdapter]) -> str:
+    return ",".join(sorted({served.name for served in used if served.version in versions}))
 
 
 def _part(stats: EngineStats) -> float:

@@ -10,6 +10,8 @@ from fastapi import FastAPI
 
 from loraserve import __version__
 from loraserve.config import ServeConfig
+from loraserve.engine.messages import EngineInfo
+from loraserve.errors import EngineNotReady
 from loraserve.server.adapter_metrics import AdapterCollector
 from loraserve.server.admin import admin_router
 from loraserve.server.admin_limits import limits_router
@@ -63,7 +65,8 @@ def make_state(
     collector = AdapterCollector(
         metrics.traffic,
         lambda: engine.stats,
-        lambda: (entry.served for entry in directory.entries() if entry.served is not None),
+        lambda: _info_of(engine),
+        inflight.adapters,
         base_name,
         lora.max_lora_slots,
         lambda: metrics.disk_bytes,
@@ -82,6 +85,13 @@ def make_state(
         chats=ChatRenderer(library, use_own=not config.server.ignore_adapter_chat_templates),
         text_or_none=None if tokenizer is None else Text(tokenizer),
     )
+
+
+def _info_of(engine: EnginePort) -> EngineInfo | None:
+    try:
+        return engine.info
+    except EngineNotReady:
+        return None
 
 
 def create_app(config: ServeConfig, engine: EnginePort, tokenizer: Any | None, library: AdapterLibrary) -> FastAPI:

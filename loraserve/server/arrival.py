@@ -33,8 +33,8 @@ class Arrivals:
     ) -> None:
         """Fetch an adapter, then `use` it while its version counts as used. What could not be used is not kept.
 
-        Between the two another unload (also of another process) may delete files that no name points at yet; then
-        both are done again. Raises what they raise.
+        Nobody deletes its files meanwhile. Should they be gone all the same (another program took them away, or an
+        older one shares the data folder), both are done again. Raises what they raise.
         """
         for attempt in range(1, ATTEMPTS + 1):
             stored = await asyncio.get_running_loop().run_in_executor(self._threads, self._library.add, place, progress)
@@ -46,6 +46,7 @@ class Arrivals:
                 problem = error
             finally:
                 await self._versions.release(stored)
+                await self._versions.let_go(stored)
             if attempt == ATTEMPTS or await asyncio.to_thread(self._library.has, stored.version):
                 await self.purge([stored.version])
                 raise problem
@@ -61,6 +62,8 @@ class Arrivals:
 
     async def purge(self, versions: Iterable[str]) -> None:
         """Delete the files of those versions that nothing needs here and no name has or could be rolled back to."""
-        unused = [version for version in versions if not self._versions.is_used(version)]
-        if unused:
+        versions = list(versions)
+        if versions:
+            unused = [version for version in versions if not self._versions.is_used(version)]
+            # Also with none: the name may have had a chat template of its own.
             await asyncio.to_thread(self._library.purge, unused)

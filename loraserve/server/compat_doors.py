@@ -39,7 +39,9 @@ def vllm_router(state: ServerState) -> APIRouter:
     async def load(body: VllmLoadRequest) -> Response:
         """A name that is there is refused, unless `load_inplace` asks to replace it."""
         state.require_ready()
-        check_fields(body, {"is_3d_lora_weight": (False,), "base_model_name": (state.base_name,)})
+        # The Gateway API's side-car sends the last of these always; empty stands for the base.
+        bases = (state.base_name, state.config.engine.model.model, "")
+        check_fields(body, {"is_3d_lora_weight": (False,), "base_model_name": bases})
         name = body.lora_name
         if not name or not body.lora_path:
             return _vllm_error("Both 'lora_name' and 'lora_path' must be provided.", "InvalidUserInput", 400)
@@ -107,7 +109,10 @@ def sglang_router(state: ServerState) -> APIRouter:
 
 
 def _place(state: ServerState, where: str) -> AdapterPlace:
-    """A folder, or else a repository of the Hub: what looks like a path is one."""
+    """A folder or an address, or else a repository of the Hub: what looks like a path is one."""
+    for scheme in ("hf://", "huggingface://"):
+        if where.startswith(scheme):
+            return AdapterPlace(repo=where.removeprefix(scheme))
     looks_like_path = where.startswith(("/", ".", "~")) or where.count("/") != 1
     allowed = state.config.engine.lora.adapter_dir
     if looks_like_path or any((Path(root).parent / where).is_dir() for root in allowed):
@@ -125,7 +130,8 @@ def _vllm_failure(error: LoraserveError) -> JSONResponse:
 
 def _vllm_error(message: str, kind: str, status: int) -> JSONResponse:
     detail = {"message": message, "type": kind, "param": None, "code": status}
-    return JSONResponse({"error": detail}, status_code=status)
+    # Once nested, as vLLM answers now, and once flat, as it did formerly and as KubeAI reads it.
+    return JSONResponse({"error": detail, "object": "error", **detail}, status_code=status)
 
 
 def _sglang(state: ServerState, error: str | None) -> JSONResponse:

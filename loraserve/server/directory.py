@@ -21,7 +21,8 @@ from loraserve.server.arrival import Arrivals
 from loraserve.server.background import Background
 from loraserve.server.caller import Caller
 from loraserve.server.engine_versions import EngineVersions
-from loraserve.server.entries import Entry, Failure, Flight, LoadOrder, Unloaded
+from loraserve.server.entries import Entry, Failure, Flight, LoadOrder, Retired, Unloaded
+from loraserve.server.failed_loads import FailedLoads
 from loraserve.server.inflight import InFlight, ServedAdapter, wait_event
 from loraserve.server.lora_field import AdapterRef
 from loraserve.server.older_versions import OlderVersions
@@ -32,7 +33,6 @@ from loraserve.server.sources import AdapterSources
 
 logger = logging.getLogger(__name__)
 
-KEEP_FAILURE_S = 600.0
 MAX_IMPORTS = 4
 # After its requests were told to end, how long unload waits for the slowest client to take its last event.
 ABORT_GRACE_S = 10.0
@@ -62,7 +62,8 @@ class AdapterDirectory:
         self._clock = clock
         self._wall = wall
         self._entries: dict[str, Entry] = {}
-        self._versions = EngineVersions(engine, clock)
+        self._failed = FailedLoads(self._entries, clock)
+        self._versions = EngineVersions(engine, library, clock)
         self._background = Background()
         self._spawn = self._background.spawn
         self._arrivals = Arrivals(library, self._versions, MAX_IMPORTS)
@@ -85,7 +86,7 @@ class AdapterDirectory:
     def entry(self, name: str) -> Entry:
         """The entry of a name. Raises `AdapterNotFound`."""
         entry = self._entries.get(name)
-        if entry is None or not self._is_alive(entry):
+        if entry is None or not self._failed.is_alive(entry):
             served = next((each for each in self._on_demand.served() if each.name == name), None)
             if served is None:
                 raise AdapterNotFound(f"no adapter is registered as {name!r}", param="name")
@@ -94,12 +95,12 @@ class AdapterDirectory:
 
     def entries(self) -> list[Entry]:
         """All entries, by name; then those that came on demand."""
-        found = [entry for _, entry in sorted(self._entries.items()) if self._is_alive(entry)]
+        found = [entry for _, entry in sorted(self._entries.items()) if self._failed.is_alive(entry)]
         return found + [Entry(served.name, served) for served in self._on_demand.served()]
 
     def served(self, tenant: str | None = None) -> list[ServedAdapter]:
         """What is registered (and visible to one tenant), by name."""
-        alive = (entry for _, entry in sorted(self._entries.items()) if self._is_alive(entry))
+        alive = (entry for _, entry in sorted(self._entries.items()) if self._failed.is_alive(entry))
         found = [entry.served for entry in alive if entry.served is not None]
         return found if tenant is None else [served for served in found if served.is_visible_to(tenant)]
 
@@ -117,13 +118,13 @@ class AdapterDirectory:
     def resolve(self, ref: AdapterRef, param: str = "lora", caller: Caller = ANYONE) -> ServedAdapter:
         """The adapter that a request names. Raises `AdapterNotFound`, or `AdapterInUse` while its load is under way."""
         entry = self._entries.get(ref.name)
-        if ref.revision is not None or entry is None or not self._is_alive(entry):
+        if ref.revision is not None or entry is None or not self._failed.is_alive(entry):
             found = self._on_demand.resolve(ref, caller)
             if found is not None and found.version.startswith(ref.prefix or ""):
                 return found
         if ref.revision is not None:
             raise AdapterNotFound(f"no source has {ref.name!r} at revision {ref.revision[:200]!r}", param=param)
-        if entry is None or not self._is_alive(entry) or not entry.is_visible_to(caller.tenant):
+        if entry is None or not self._failed.is_alive(entry) or not entry.is_visible_to(caller.tenant):
             raise AdapterNotFound(f"no adapter is registered as {ref.name!r}", param=param)
         if entry.served is None:
             if entry.flight is not None:
@@ -149,7 +150,7 @@ class AdapterDirectory:
             await self._registry.see_changes(thorough=any(ref.name not in self._entries for ref in refs))
         for ref in refs:
             entry = self._entries.get(ref.name)
-            if ref.revision is not None or entry is None or not self._is_alive(entry):
+            if ref.revision is not None or entry is None or not self._failed.is_alive(entry):
                 cold |= await self._on_demand.prepare(ref, caller)
                 continue
             served = None if entry is None or not entry.is_visible_to(caller.tenant) else entry.served
@@ -186,6 +187,7 @@ class AdapterDirectory:
         check_name(order.name)
         if order.name == self._base_name:
             raise NameReserved(f"{order.name!r} is the name of the base model", param="name")
+        self._failed.trim()
         entry = self._entries.setdefault(order.name, Entry(order.name))
         flight = entry.flight
         if flight is None:
@@ -216,13 +218,13 @@ class AdapterDirectory:
             raise known from error
         finally:
             entry.flight = None
-            if not self._is_alive(entry) and self._entries.get(entry.name) is entry:
+            if not self._failed.is_alive(entry) and self._entries.get(entry.name) is entry:
                 del self._entries[entry.name]
 
     def _note_failure(self, entry: Entry, flight: Flight, error: LoraserveError) -> None:
         logger.warning("adapter %s was not loaded: %s: %s", entry.name, error.code, error.message)
         if flight.keep_failure:
-            entry.failure = Failure(flight.order, error, self._clock())
+            self._failed.keep(entry, Failure(flight.order, error, self._clock()))
 
     async def _install(self, entry: Entry, order: LoadOrder, stored: StoredAdapter) -> None:
         before = entry.served
@@ -344,16 +346,18 @@ class AdapterDirectory:
                 self._entries[name] = entry
                 raise
         if entry.served is None:
-            return Unloaded(name, None, 0, 0)
+            return Unloaded(name, None, 0, 0, True)
         rest = self._spawn(self._finish_unload(going, limit_s, had if purge else []))
-        aborted = await asyncio.shield(rest) if wait else 0
-        return Unloaded(name, entry.served.version, running - aborted if wait else 0, aborted)
+        if not wait:
+            return Unloaded(name, entry.served.version, 0, 0, False)
+        aborted, freed = await asyncio.shield(rest)
+        return Unloaded(name, entry.served.version, running - aborted, aborted, freed)
 
-    async def _finish_unload(self, going: list[ServedAdapter], deadline_s: float, purge: list[str]) -> int:
-        aborted = sum(await asyncio.gather(*(self._retire(served, deadline_s) for served in going)))
-        logger.info("adapter %s unloaded (%d requests aborted)", going[0].name, aborted)
+    async def _finish_unload(self, going: list[ServedAdapter], deadline_s: float, purge: list[str]) -> Retired:
+        retired = Retired.all(await asyncio.gather(*(self._retire(served, deadline_s) for served in going)))
+        logger.info("adapter %s unloaded (%d requests aborted)", going[0].name, retired.aborted)
         await self._arrivals.purge(purge)
-        return aborted
+        return retired
 
     def _settled(self, name: str) -> Entry:
         entry = self.entry(check_name(name))
@@ -370,8 +374,8 @@ class AdapterDirectory:
             raise AdapterNotFound(f"adapter {name!r} could not be loaded", param="name")
         return entry, entry.served
 
-    async def _retire(self, served: ServedAdapter, deadline_s: float | None = None) -> int:
-        """Wait for an adapter's requests, end those left at the deadline, free its version; returns how many ended."""
+    async def _retire(self, served: ServedAdapter, deadline_s: float | None = None) -> Retired:
+        """Wait for an adapter's requests, end those left at the deadline, free its version."""
         aborted = 0
         if deadline_s is None:
             await served.idle.wait()
@@ -379,8 +383,7 @@ class AdapterDirectory:
             error = RequestAborted(f"adapter {served.name!r} was unloaded while this request ran")
             aborted = await self._inflight.abort(served.holds, error)
             await wait_event(served.idle, ABORT_GRACE_S)
-        await self._versions.unbind(served)
-        return aborted
+        return Retired(aborted, await self._versions.unbind(served))
 
     async def sync(self) -> list[Registered]:
         """Take over what the registry says; see `RegistrySync.sync`."""
@@ -391,8 +394,3 @@ class AdapterDirectory:
         await self._background.close()
         self._arrivals.close()
         self._on_demand.close()
-
-    def _is_alive(self, entry: Entry) -> bool:
-        if entry.failure is not None and self._clock() - entry.failure.at >= KEEP_FAILURE_S:
-            entry.failure = None
-        return entry.served is not None or entry.flight is not None or entry.failure is not None

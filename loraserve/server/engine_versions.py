@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from loraserve.errors import AdapterFailed, AdapterRefused, EngineDead, EngineNotReady, LoraserveError
+from loraserve.errors import (
+    AdapterFailed,
+    AdapterRefused,
+    EngineDead,
+    EngineNotReady,
+    EngineStuck,
+    LoraserveError,
+    StorageFailed,
+)
 from loraserve.server.inflight import ServedAdapter
-from loraserve.server.ports import EnginePort, StoredAdapter
+from loraserve.server.ports import AdapterLibrary, EnginePort, StoredAdapter
+
+logger = logging.getLogger(__name__)
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
 
@@ -30,16 +40,21 @@ class EngineVersions:
 
     A version that is used need not be in the engine: names that come from the registry are installed when they are
     first needed. One that the engine refused is tried again by requests after a back-off only: 1 s, doubling to 60 s.
-    All methods belong to one event loop.
+    What the engine was asked to take is held in the library as long as it is used, so that no other process of the data
+    folder deletes its files. All methods belong to one event loop.
     """
 
-    def __init__(self, engine: EnginePort, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, engine: EnginePort, library: AdapterLibrary, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._engine = engine
+        self._library = library
         self._clock = clock
         self._refused: dict[str, Refused] = {}
         self._uses: Counter[str] = Counter()
         self._served_by: dict[str, set[ServedAdapter]] = {}
         self._installed: dict[str, bool] = {}  # versions that the engine has → whether pinned there
+        self._held: dict[str, dict[str | None, StoredAdapter]] = {}  # version → by chat template
         self._locks: dict[str, asyncio.Lock] = {}
 
     def has(self, version: str) -> bool:
@@ -59,10 +74,10 @@ class EngineVersions:
         self.use(served.version)
         self._served_by.setdefault(served.version, set()).add(served)
 
-    async def unbind(self, served: ServedAdapter) -> None:
-        """The name and its last request are gone."""
+    async def unbind(self, served: ServedAdapter) -> bool:
+        """The name and its last request are gone; see `release`."""
         self._served_by[served.version].discard(served)
-        await self.release(served.stored)
+        return await self.release(served.stored)
 
     def failure(self, version: str) -> LoraserveError | None:
         """Why the engine does not have a version that it was asked to take; None if it was not asked or has it."""
@@ -72,11 +87,14 @@ class EngineVersions:
     async def ensure(self, stored: StoredAdapter, *, pin: bool = False, at_once: bool = False) -> None:
         """Have the engine know a version, pinned if any of its names is. The caller must use it meanwhile.
 
-        Raises what the engine says of it; until the back-off has passed (or the call is to go ahead `at_once`) what
-        it said last.
+        Raises `AdapterNotFound` if its files were deleted, and what the engine says of it; until the back-off has
+        passed (or the call is to go ahead `at_once`) what it said last.
         """
-        version = stored.version
+        version, template = stored.meaning
         async with self._lock(version):
+            if template not in self._held.get(version, {}):
+                await asyncio.to_thread(self._library.hold, stored)
+                self._held.setdefault(version, {})[template] = stored
             pinned = pin or self._is_pinned(version)
             if self._installed.get(version) == pinned:
                 return
@@ -94,9 +112,12 @@ class EngineVersions:
             self._refused.pop(version, None)
             self._installed[version] = pinned
 
-    async def release(self, stored: StoredAdapter) -> None:
-        """One user less: the last one frees the version in the engine, the last pinned one unpins it."""
-        version = stored.version
+    async def release(self, stored: StoredAdapter) -> bool:
+        """One user less: the last one frees the version in the engine, the last pinned one unpins it.
+
+        False if the engine is stuck, so that it will be free only when the engine goes on.
+        """
+        version, freed = stored.version, True
         self._uses[version] -= 1
         async with self._lock(version):
             if self._uses[version] > 0:
@@ -106,13 +127,29 @@ class EngineVersions:
                     self._installed[version] = pinned
             elif self._installed.pop(version, None) is not None:
                 # An engine that is down holds nothing, and its client forgets the version first.
-                with contextlib.suppress(EngineDead, EngineNotReady):
+                try:
                     await self._engine.drop_adapter(version, force=True)
+                except EngineStuck:
+                    freed = False
+                except (EngineDead, EngineNotReady):
+                    pass
+            if self._uses[version] <= 0:
+                for held in self._held.pop(version, {}).values():
+                    await self.let_go(held)
         if self._uses[version] <= 0:
             del self._uses[version]
             self._refused.pop(version, None)
             self._served_by.pop(version, None)
             self._locks.pop(version, None)
+        return freed
+
+    async def let_go(self, stored: StoredAdapter) -> None:
+        """Undo one `hold` of the library."""
+        try:
+            await asyncio.to_thread(self._library.let_go, stored)
+        except StorageFailed as error:
+            # It is free all the same; what was to be purged with it goes at the next start.
+            logger.warning("version %s could not be let go of: %s", stored.version[:12], error.message)
 
     def _is_pinned(self, version: str) -> bool:
         return any(served.pinned for served in self._served_by.get(version, ()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,6 +62,19 @@ class Entry:
         return self.served is None or self.served.is_visible_to(tenant)
 
 
+class Retired(NamedTuple):
+    """What became of an adapter that is served no more: how many requests were ended, whether its memory is free."""
+
+    aborted: int = 0
+    freed: bool = True
+
+    @staticmethod
+    def all(of: Iterable[Retired]) -> Retired:
+        """Several together."""
+        found = list(of)
+        return Retired(sum(each.aborted for each in found), all(each.freed for each in found))
+
+
 class Unloaded(NamedTuple):
     """Result of an unload: how many running requests ended by themselves, and how many were ended."""
 
@@ -68,3 +82,4 @@ class Unloaded(NamedTuple):
     version: str | None
     drained: int
     aborted: int
+    freed: bool  # False: nobody waited, or the engine is stuck and frees the memory when it goes on

@@ -23,6 +23,8 @@ def health_router(state: ServerState) -> APIRouter:
     """Routes that need no key."""
     router = APIRouter(tags=["operation"])
 
+    # Load balancers ask with HEAD.
+    @router.head("/health", include_in_schema=False)
     @router.get("/health", response_model=HealthResponse, responses=_RED, summary="Is the engine alive")
     async def health() -> JSONResponse:
         """Red (503) when the engine is gone, not back yet, or its step loop is stuck; the first start is no illness."""
@@ -33,6 +35,7 @@ def health_router(state: ServerState) -> APIRouter:
             return _red(EngineDead(report.detail))
         return _ok(report.detail)
 
+    @router.head("/ready", include_in_schema=False)
     @router.get("/ready", response_model=HealthResponse, responses=_RED, summary="Are requests taken")
     async def ready() -> JSONResponse:
         """503 while the model loads, after the engine died until it is back, and while the server drains."""

@@ -92,6 +92,10 @@ class InFlight:
             if not adapter.holds:
                 adapter.idle.set()
 
+    def adapters(self) -> set[ServedAdapter]:
+        """What running requests hold."""
+        return {adapter for hold in self._holds for adapter in hold.adapters}
+
     @contextmanager
     def holding(self, hold: Hold) -> Iterator[Hold]:
         """Release `hold` at the end of the block."""

@@ -178,9 +178,16 @@ class StoreLibrary(NameBook):
                 max_bytes=place.max_bytes,
                 chat_templates=self._chat_templates,
             )
-        # Not looked up: a purge may have been faster, which whoever uses it next finds out.
         folder = self._store.place(record.version)
         return StoredAdapter(record.version, folder, record.report, source, fetched.restricted)
+
+    def hold(self, stored: StoredAdapter) -> None:
+        """See `AdapterLibrary`."""
+        self._store.hold(*stored.meaning)
+
+    def let_go(self, stored: StoredAdapter) -> None:
+        """See `AdapterLibrary`."""
+        self._store.let_go(*stored.meaning)
 
     def chat_template(self, digest: str) -> str:
         """A template that was kept with an adapter. Raises `StorageFailed`."""

@@ -99,7 +99,9 @@ class Envelope:
         header = next((value for name, value in scope["headers"] if name == b"authorization"), None)
         key = None if header is None else header.decode("utf-8", "surrogateescape")
         scope["tenant"] = ""
-        if path in DOORS or any(path == admin or path.startswith(f"{admin}/") for admin in _ADMIN):
+        if path in DOORS:
+            scope["tenant"] = self._auth.check_door(key)
+        elif any(path == admin or path.startswith(f"{admin}/") for admin in _ADMIN):
             scope["tenant"] = self._auth.check_admin(key)
         elif path not in OPEN_PATHS:
             scope["tenant"] = self._auth.check_api(key)

@@ -20,9 +20,10 @@ from loraserve.lora.records import Visibility
 from loraserve.server.arrival import Arrivals
 from loraserve.server.caller import Caller
 from loraserve.server.engine_versions import EngineVersions
-from loraserve.server.entries import Unloaded
+from loraserve.server.entries import Retired, Unloaded
 from loraserve.server.inflight import ServedAdapter
 from loraserve.server.lora_field import AdapterRef
+from loraserve.server.misses import Misses
 from loraserve.server.ports import AdapterLibrary, AdapterPlace, StoredAdapter
 from loraserve.server.sources import AdapterSources, find_place
 
@@ -71,7 +72,7 @@ class OnDemand:
         library: AdapterLibrary,
         versions: EngineVersions,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-        retire: Callable[[ServedAdapter, float], asyncio.Task[int]],
+        retire: Callable[[ServedAdapter, float], asyncio.Task[Retired]],
         *,
         max_adapters: int,
         max_bytes: int,
@@ -90,6 +91,7 @@ class OnDemand:
         self._arrivals = Arrivals(library, versions, MAX_AT_ONCE)
         # Of their own: who has an adapter must not wait for others' fetches.
         self._checks = Arrivals(library, versions, MAX_AT_ONCE)
+        self._misses = Misses(clock)
         self._tasks: set[asyncio.Task[None]] = set()
         self._trimming: asyncio.Task[None] | None = None
 
@@ -125,6 +127,8 @@ class OnDemand:
             if place is None:
                 return False
         if entry is None:
+            if place is not None and place.repo is not None:
+                self._misses.check(caller.tenant)
             self._forget_old()
             entry = self._known.setdefault(key, Demanded(key))
         entry.used_at = self._clock()
@@ -132,7 +136,7 @@ class OnDemand:
         if place is not None:
             if place.repo is not None:
                 place = replace(place, token=caller.hub_token or False)
-            await self._obtain(entry, replace(place, max_bytes=self._max_bytes, on_demand=True), _digest(caller))
+            await self._obtain(entry, replace(place, max_bytes=self._max_bytes, on_demand=True), caller)
         assert entry.served is not None
         if not self._versions.has(entry.served.version):
             self._versions.use(entry.served.version)
@@ -150,8 +154,11 @@ class OnDemand:
         served = [entry.served for entry in gone if entry.served is not None]
         running = sum(len(each.holds) for each in served)
         rests = [self._retire(each, deadline_s) for each in served]
-        aborted = sum(await asyncio.shield(asyncio.gather(*rests))) if wait else 0
-        return Unloaded(name, served[0].version if served else None, running - aborted if wait else 0, aborted)
+        version = served[0].version if served else None
+        if not wait:
+            return Unloaded(name, version, 0, 0, not rests)
+        aborted, freed = Retired.all(await asyncio.shield(asyncio.gather(*rests)))
+        return Unloaded(name, version, running - aborted, aborted, freed)
 
     def close(self) -> None:
         """Begin nothing more."""
@@ -160,7 +167,8 @@ class OnDemand:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    async def _obtain(self, entry: Demanded, place: AdapterPlace, who: str) -> None:
+    async def _obtain(self, entry: Demanded, place: AdapterPlace, caller: Caller) -> None:
+        who = _digest(caller)
         while entry.served is None or (entry.restricted and not self._is_allowed(entry, who)):
             refusal = entry.refused.get(who)
             if refusal is not None and self._clock() < refusal.until:
@@ -169,9 +177,13 @@ class OnDemand:
             if entry.task is None:
                 if len(self._tasks) >= MAX_FETCHING:
                     raise Overloaded("too many adapters are being fetched; try again later")
+                # A token that opened it before must not suffer from wrong ones; folders cost nobody anything.
+                payer = None if who in entry.allowed or place.repo is None else caller.tenant
+                if payer is not None:
+                    self._misses.spend(payer)
                 entry.fetching_for = who
                 work = self._fetch(entry, place, who) if entry.served is None else self._check(entry, place, who)
-                entry.task = self._spawn(work)
+                entry.task = self._spawn(self._paid(work, payer))
                 self._tasks.add(entry.task)
                 entry.task.add_done_callback(self._tasks.discard)
             mine = entry.fetching_for == who
@@ -182,6 +194,11 @@ class OnDemand:
                 if mine:
                     raise
                 # It was another caller's token that did not open it.
+
+    async def _paid(self, work: Coroutine[Any, Any, None], payer: str | None) -> None:
+        await work
+        if payer is not None:
+            self._misses.give_back(payer)
 
     async def _fetch(self, entry: Demanded, place: AdapterPlace, who: str) -> None:
         try:
@@ -224,7 +241,9 @@ class OnDemand:
             error = LoraserveError("internal error while the adapter was fetched")
         logger.warning("adapter %s was not fetched on demand: %s: %s", entry.key[0], error.code, error.message)
         wait = REFUSED_S if error.http_status < 500 else TROUBLE_S
-        entry.refused[who] = Refusal(error, self._clock() + wait)
+        now = self._clock()
+        entry.refused = {key: refusal for key, refusal in entry.refused.items() if refusal.until > now}
+        entry.refused[who] = Refusal(error, now + wait)
         if len(entry.refused) > MAX_REMEMBERED:
             del entry.refused[next(iter(entry.refused))]
         return error

@@ -94,7 +94,19 @@ class AdapterLibrary(Protocol):
     """
 
     def add(self, place: AdapterPlace, progress: Progress) -> StoredAdapter:
-        """Copy the adapter into the store. Raises `AdapterRefused` and other named errors; then nothing is kept."""
+        """Copy the adapter into the store, and `hold` it. Raises `AdapterRefused` and other named errors; then nothing
+        is kept."""
+        ...
+
+    def hold(self, stored: StoredAdapter) -> None:
+        """Keep every process from deleting its files and its chat template, until as many `let_go`.
+
+        Raises `AdapterNotFound` if the version is gone already.
+        """
+        ...
+
+    def let_go(self, stored: StoredAdapter) -> None:
+        """One hold less. The last one of all processes deletes what one of them wanted to purge."""
         ...
 
     def chat_template(self, digest: str) -> str:
@@ -139,7 +151,7 @@ class AdapterLibrary(Protocol):
         ...
 
     def purge(self, versions: Iterable[str]) -> None:
-        """Delete the files of those versions that no name has or could be rolled back to."""
+        """Delete the files of those versions that no name has or could be rolled back to, when nobody holds them."""
         ...
 
     def versions(self, name: str) -> list[NameVersion]:

@@ -254,12 +254,13 @@ class VersionList(BaseModel):
 
 
 class UnloadResponse(BaseModel):
-    """Answer of `POST /adapters/unload`."""
+    """Answer of `POST /adapters/unload`. `freed` is false while the engine is stuck: its memory follows then."""
 
     name: str
     version: str | None
     drained: int
     aborted: int
+    freed: bool
 
 
 class MemoryLimit(BaseModel):

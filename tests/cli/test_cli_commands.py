@@ -289,8 +289,9 @@ def test_unload_and_inspect(recorder: Recorder) -> None:
     assert "2.0KiB" in adapters("inspect", "org/a")
     assert recorder.asked[0][1] == "/adapters/org/a"
     assert json.loads(adapters("inspect", "org/a", "--json")) == INFO
-    recorder.answer = json.dumps({"name": "a", "version": "v", "drained": 2, "aborted": 1})
-    assert "2 requests drained, 1 aborted" in adapters("unload", "a", "--force", "--deadline", "5")
+    recorder.answer = json.dumps({"name": "a", "version": "v", "drained": 2, "aborted": 1, "freed": False})
+    said = adapters("unload", "a", "--force", "--deadline", "5")
+    assert "2 requests drained, 1 aborted; the engine is stuck" in said
     assert recorder.asked[-1][2] == {"name": "a", "force": True, "deadline_s": 5.0}
 
 

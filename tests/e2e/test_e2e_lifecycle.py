@@ -169,7 +169,10 @@ def test_killed_while_names_change(setup: Setup, tmp_path: Path) -> None:
                 name, content = rng.choice("xyz"), rng.choice(("one", "two", "three"))
                 try:
                     if rng.random() < 0.2:
-                        client.post("/adapters/unload", json={"name": name, "purge": True})
+                        client.post("/adapters/unload", json={"name": name, "purge": rng.random() < 0.7})
+                        continue
+                    if rng.random() < 0.3:
+                        client.post("/adapters/rollback", json={"name": name})
                         continue
                     body = {"name": name, "path": str(setup.adapters[content]), "replace": True}
                     client.post("/adapters/load", json=body)

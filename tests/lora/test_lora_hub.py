@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fake_hub import COMMIT, Answer, FakeHub, serve
-from huggingface_hub import constants
+from huggingface_hub import constants, hf_hub_download
 from raw_adapters import GEOMETRY, container, plain_tensors, write
 
 from loraserve.errors import AdapterError
-from loraserve.lora import hub as hub_module
-from loraserve.lora import hub_errors
+from loraserve.lora import hub_errors, hub_get
 from loraserve.lora.format import parse_adapter
 from loraserve.lora.hub import HubRepo, fetch_hub
 from loraserve.lora.sources import FetchedFolder
@@ -24,7 +24,6 @@ from loraserve.lora.store import AdapterStore
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 100)  # what the client writes at once: 10 MB of a real file
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     monkeypatch.setattr(hub_errors, "sleep", lambda seconds: None)
     folder = write(tmp_path / "made")
@@ -179,9 +178,8 @@ def test_too_large(hub: FakeHub, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def large(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """A file that is large enough to be gone on with (the bound is lowered), and its bytes."""
-    monkeypatch.setattr(hub_module, "RESUMABLE", 1000)
+def large(hub: FakeHub) -> bytes:
+    """The bytes of the file that is in large-file storage."""
     return hub.repos["org/sql"]["adapter_model.safetensors"]
 
 
@@ -234,10 +232,79 @@ def test_blob_storage_elsewhere_gets_no_token(hub: FakeHub, tmp_path: Path, larg
 
 
 def test_a_hub_that_does_not_answer(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "TIMEOUT_S", 0.05)
+    monkeypatch.setattr(hub_get, "STALL_S", 0.05)
     hub.spoil = lambda method, path, count: Answer(200, stall_s=0.3)
     assert refusal(hub, tmp_path) == ("hub_timeout", 504)
     assert len(hub.requests) == 2
+
+
+FILES = ["adapter_config.json", "adapter_model.safetensors"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_hub_that_stalls_in_a_file(name: str, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_get, "STALL_S", 0.1)
+    body = hub.repos["org/sql"][name]
+
+    def stall(method: str, path: str, count: int) -> Answer | None:
+        return Answer(200, body=body, stop_at=50, stall_s=1.0) if path.endswith(f"/{name}") else None
+
+    hub.spoil = stall
+    began = time.monotonic()
+    assert refusal(hub, tmp_path) == ("hub_timeout", 504)
+    assert time.monotonic() - began < 1.0, "the server's own pauses are not waited for"
+    assert sum(path.endswith(f"/{name}") for _, path in hub.requests) == 2, "once more, but not for ever"
+    hub.spoil = lambda method, path, count: None
+    assert pull(hub, tmp_path).source.commit == COMMIT
+
+
+def test_what_a_silent_hub_costs_is_bounded() -> None:
+    assert 2 * (hub_get.CONNECT_S + hub_get.STALL_S) <= 60
+
+
+@pytest.mark.parametrize("name", [*FILES, None])
+def test_a_hub_that_trickles_for_ever(
+    name: str | None, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_get, "WINDOW_S", 0.2)
+    where = f"/{name}" if name else "api/models/org/sql"
+    slow = Answer(200, body=hub.repos["org/sql"][name] if name else b"x" * 5000, pace=20.0)
+    hub.spoil = lambda method, path, count: slow if path.endswith(where) else None
+    assert refusal(hub, tmp_path) == ("hub_timeout", 504)
+    assert sum(path.endswith(where) for _, path in hub.requests) == 1
+
+
+def test_a_pause_that_is_asked_for_in_a_file_is_bounded(hub: FakeHub, tmp_path: Path) -> None:
+    wait = Answer(429, {"Retry-After": "3600"})
+    hub.spoil = lambda method, path, count: wait if path.endswith(".safetensors") else None
+    assert refusal(hub, tmp_path) == ("hub_rate_limited", 503)
+
+
+def test_more_bytes_than_the_hub_announced(hub: FakeHub, tmp_path: Path) -> None:
+    flood = Answer(200, body=b"x" * 1_000_000)
+    hub.spoil = lambda method, path, count: flood if path.endswith(".safetensors") else None
+    assert refusal(hub, tmp_path) == ("hub_error", 502)
+
+
+def test_the_tries_begin_again_after_progress(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bytes
+) -> None:
+    monkeypatch.setattr(hub_get, "RENEW_BYTES", 100)
+    hub.cuts["adapter_model.safetensors"] = [120] * 10
+    found = pull(hub, tmp_path)
+    assert (found.folder.path / "adapter_model.safetensors").read_bytes() == large
+    assert len(hub.ranges) == 10
+
+
+def test_the_client_finds_offline_what_was_pulled(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = pull(hub, tmp_path, HubRepo("org/sql", "main")).folder.path
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for name in FILES:
+        found = hf_hub_download("org/sql", name, revision="main", cache_dir=tmp_path / "cache")
+        assert Path(found) == folder / name
+        assert Path(found).read_bytes() == hub.repos["org/sql"][name]
 
 
 def test_a_slow_hub_is_only_slow(hub: FakeHub, tmp_path: Path) -> None:

@@ -6,15 +6,19 @@ import gzip
 import io
 import shutil
 import tarfile
+import threading
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from raw_adapters import GEOMETRY, write
 
 from loraserve.errors import AdapterError
+from loraserve.lora import remote_bound
 from loraserve.lora.format import parse_adapter
 from loraserve.lora.remote import fetch_url
 from loraserve.lora.sources import FetchedFolder
@@ -137,3 +141,28 @@ def test_bounds(memory: str, made: Path, tmp_path: Path) -> None:
             archive.addfile(info, io.BytesIO(bytes(size)))
     shelf = f"file://{made.parent}"
     assert refusal(f"{shelf}/bomb.tar.gz", tmp_path, shelf, limit=1_000_000) == ("adapter_too_large", 400)
+
+
+@pytest.mark.parametrize("name", ["a.tar", "folder"])
+def test_a_source_that_goes_silent(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+
+    class Silent(MemoryFileSystem):
+        protocol = "silent"
+        cachable = False
+
+        def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
+            goes_on.wait(10)
+            return super().ls(path, detail, **kwargs)
+
+        def _open(self, path: str, *args: Any, **kwargs: Any) -> Any:
+            goes_on.wait(10)
+            return super()._open(path, *args, **kwargs)
+
+    fsspec.register_implementation("silent", Silent, clobber=True)
+    monkeypatch.setattr(remote_bound, "SILENCE_S", 0.1)
+    assert refusal(f"silent://bucket/{name}", tmp_path, "silent://bucket") == ("source_timeout", 504)
+    (left,) = (thread for thread in threading.enumerate() if thread.name == "adapter-source")
+    goes_on.set()
+    left.join(5)
+    assert not left.is_alive(), "what was left behind ends with the client's call"

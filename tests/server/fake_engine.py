@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -306,6 +307,7 @@ class FakeLibrary(NameBook):
         self.reported: dict[str, Any] = {}  # fields of the load reports that are not the plain ones
         self.adds = 0
         self.templates: dict[str, str] = {}
+        self.holds: Counter[tuple[str, str | None]] = Counter()
         self._lock = threading.Lock()
 
     def make(self, name: str, content: str, template: str | None = None) -> str:
@@ -359,7 +361,20 @@ class FakeLibrary(NameBook):
         source = AdapterSource("local", path=place.path, chat_template=digest)
         self.folders[version] = Path(place.path)
         self.registry.add_version(VersionRecord(version, source, report, (), 1.0))
-        return StoredAdapter(version, Path(place.path), report, source)
+        stored = StoredAdapter(version, Path(place.path), report, source)
+        self.hold(stored)
+        return stored
+
+    def hold(self, stored: StoredAdapter) -> None:
+        self.registry.version(stored.version)
+        with self._lock:
+            self.holds[stored.meaning] += 1
+
+    def let_go(self, stored: StoredAdapter) -> None:
+        with self._lock:
+            self.holds[stored.meaning] -= 1
+            assert self.holds[stored.meaning] >= 0
+            self.holds += Counter()
 
     def purge(self, versions: Iterable[str]) -> None:
         self.purged += self.registry.delete_unneeded(versions)

@@ -159,7 +159,7 @@ async def test_unload(client: httpx.AsyncClient, library: FakeLibrary, engine: F
     version = library.version_of("one")
     response = await client.post("/adapters/unload", json={"name": "a"})
     assert response.status_code == 200
-    assert response.json() == {"name": "a", "version": version, "drained": 0, "aborted": 0}
+    assert response.json() == {"name": "a", "version": version, "drained": 0, "aborted": 0, "freed": True}
     assert engine.loaded == {}
     assert code(await client.post("/adapters/unload", json={"name": "a"})) == (404, "adapter_not_found")
     assert code(await client.post("/adapters/unload", json={"name": "b"})) == (404, "adapter_not_found")

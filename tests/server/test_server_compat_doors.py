@@ -20,6 +20,7 @@ async def vllm(client: httpx.AsyncClient, what: str, **body: Any) -> tuple[int, 
         return 200, answer.text
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
+    assert answer.json() == {"error": error, "object": "error", **error}
     assert error["code"] == answer.status_code
     return answer.status_code, error["message"]
 

@@ -18,11 +18,14 @@ from loraserve.errors import (
     AdapterNotFound,
     AdapterRefused,
     EngineDead,
+    EngineStuck,
     NameReserved,
     NameTaken,
 )
-from loraserve.server.directory import KEEP_FAILURE_S, AdapterDirectory
+from loraserve.server import failed_loads
+from loraserve.server.directory import AdapterDirectory
 from loraserve.server.entries import LoadOrder
+from loraserve.server.failed_loads import KEEP_FAILURE_S
 from loraserve.server.inflight import Hold, InFlight
 from loraserve.server.lora_field import AdapterRef
 from loraserve.server.ports import AdapterPlace
@@ -160,6 +163,36 @@ async def test_failed_state_is_kept_ten_minutes_without_wait(
         directory.entry("a")
 
 
+async def test_failures_that_nobody_looks_up_are_bounded(
+    directory: AdapterDirectory,
+    library: FakeLibrary,
+    engine: FakeEngine,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(failed_loads, "MAX_FAILURES", 3)
+    engine.refuse[library.version_of("bad")] = AdapterRefused(AdapterFault.NON_FINITE, "NaN")
+    await directory.load(order(library, "served", "good"))
+
+    async def fail(name: str) -> None:
+        entry = await directory.load(order(library, name, "bad", replace=True), wait=False)
+        await eventually(lambda: entry.flight is None)
+
+    await fail("served")
+    for number in range(5):
+        clock.now += 1
+        await fail(f"n{number}")
+    assert set(directory._entries) == {"served", "n2", "n3", "n4"}
+    assert directory.entry("served").failure is None, "the oldest is no longer told"
+    assert directory.resolve(AdapterRef("served")).version == library.version_of("good")
+    await fail("n2")  # told anew, so it is the youngest now
+    await fail("n5")
+    assert set(directory._entries) == {"served", "n2", "n4", "n5"}
+    clock.now += KEEP_FAILURE_S
+    await directory.load(order(library, "later", "good"))
+    assert set(directory._entries) == {"served", "later"}
+
+
 async def test_new_load_clears_a_failure(directory: AdapterDirectory, library: FakeLibrary, engine: FakeEngine) -> None:
     engine.refuse[library.version_of("bad")] = AdapterRefused(AdapterFault.NON_FINITE, "NaN")
     entry = await directory.load(order(library, "a", "bad"), wait=False)
@@ -238,7 +271,7 @@ async def test_unload_waits_for_running_requests(
     assert engine.dropped == []
     for each in running:
         inflight.release(each)
-    assert await unload == ("a", library.version_of("one"), 3, 0)
+    assert await unload == ("a", library.version_of("one"), 3, 0, True)
     assert engine.dropped == [library.version_of("one")]
     assert engine.loaded == {}
     with pytest.raises(AdapterNotFound):
@@ -328,7 +361,7 @@ async def test_unload_of_a_failed_name_clears_it(
     engine.refuse[library.version_of("bad")] = AdapterRefused(AdapterFault.NON_FINITE, "NaN")
     entry = await directory.load(order(library, "a", "bad"), wait=False)
     await eventually(lambda: entry.flight is None)
-    assert await directory.unload("a") == ("a", None, 0, 0)
+    assert await directory.unload("a") == ("a", None, 0, 0, True)
     with pytest.raises(AdapterNotFound):
         await directory.unload("a")
 
@@ -342,7 +375,25 @@ async def test_unload_when_the_engine_is_dead(
         raise EngineDead("gone")
 
     monkeypatch.setattr(engine, "drop_adapter", dead)
-    assert (await directory.unload("a")).drained == 0
+    assert await directory.unload("a") == ("a", library.version_of("one"), 0, 0, True), "what is dead holds nothing"
+
+
+async def test_unload_when_the_engine_is_stuck(
+    directory: AdapterDirectory, library: FakeLibrary, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await directory.load(order(library, "a", "one"))
+
+    async def stuck(version: str, force: bool = False) -> None:
+        raise EngineStuck("no answer for 30 s")
+
+    monkeypatch.setattr(engine, "drop_adapter", stuck)
+    assert await directory.unload("a") == ("a", library.version_of("one"), 0, 0, False)
+    with pytest.raises(AdapterNotFound):
+        directory.resolve(AdapterRef("a"))
+    monkeypatch.undo()
+    await directory.load(order(library, "a", "one"))
+    assert await directory.unload("a", wait=False) == ("a", library.version_of("one"), 0, 0, False)
+    await eventually(lambda: engine.loaded == {})
 
 
 async def test_unknown_exception_in_the_library_is_an_internal_error(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import time
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
-from conftest import BASE, eventually, open_client
+from conftest import BASE, LiveServer, eventually, open_client
 from fake_engine import FakeEngine, FakeLibrary
 from test_server_admin import code, load
 
@@ -26,7 +28,7 @@ API = [("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/
 API += [("POST", "/detokenize"), ("GET", "/v1/nothing"), ("GET", "/nothing")]
 ADMIN = [("GET", "/adapters"), ("GET", "/adapters/x"), ("POST", "/adapters/load"), ("POST", "/adapters/unload")]
 ADMIN += [("POST", "/adapters/rollback"), ("POST", "/adapters/pin"), ("GET", "/adapters/x/versions")]
-ADMIN += [("POST", "/v1/load_lora_adapter"), ("POST", "/unload_lora_adapter")]
+DOORS = [("POST", f"{prefix}/{call}_lora_adapter") for prefix in ("", "/v1") for call in ("load", "unload")]
 ADMIN += [("POST", "/admin/limits"), ("GET", "/admin/limits"), ("POST", "/admin/x")]
 OPEN = [("GET", "/health"), ("GET", "/ready"), ("GET", "/version"), ("GET", "/metrics"), ("GET", "/openapi.json")]
 
@@ -51,6 +53,9 @@ OPEN = [("GET", "/health"), ("GET", "/ready"), ("GET", "/version"), ("GET", "/me
         ({"admin_key": "adm", "api_key": ("k1",)}, "adm", None, None),
         ({"admin_key": "adm", "api_key": ("k1",)}, "wrong", 401, 401),
         ({"admin_key": "adm", "api_key": ("ü€",)}, "ü€", None, 403),
+        ({"open_lora_doors": True, "host": "0.0.0.0"}, None, None, 403),
+        ({"open_lora_doors": True, "admin_key": "adm", "api_key": ("k1",)}, "k1", None, 403),
+        ({"open_lora_doors": True, "admin_key": "adm", "api_key": ("k1",)}, "wrong", 401, 401),
     ],
     ids=str,
 )
@@ -59,7 +64,8 @@ async def test_who_may_call_what(
 ) -> None:
     headers = {} if key is None else {"authorization": f"Bearer {key}".encode()}
     async with open_client(build_app(make_server(**server))) as client:
-        for routes, status in ((API, api), (ADMIN, admin), (OPEN, None)):
+        doors = api if server.get("open_lora_doors") else admin
+        for routes, status in ((API, api), (ADMIN, admin), (DOORS, doors), (OPEN, None)):
             for method, path in routes:
                 response = await client.request(method, path, headers=headers, content=b"{broken")
                 if status is None:
@@ -125,6 +131,17 @@ async def test_health_and_ready(client: httpx.AsyncClient, server: ServerState, 
     assert await statuses() == (200, 503, 503)
 
 
+async def test_load_balancers_ask_with_head(live: LiveServer, engine: FakeEngine) -> None:
+    async with httpx.AsyncClient(base_url=live.url) as client:
+        for path in ("/health", "/ready"):
+            answer = await client.head(path)
+            assert (answer.status_code, answer.content) == (200, b"")
+        engine.stuck = True
+        assert [(await client.head(path)).status_code for path in ("/health", "/ready")] == [503, 503]
+        assert (await client.get("/health")).status_code == 503, "the connection is still good"
+        assert (await client.head("/v1/models")).status_code == 405
+
+
 async def test_engine_death_ends_requests(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.gate = asyncio.Event()
     ask = {"model": BASE, "prompt": "Hi", "n": 2}
@@ -165,8 +182,6 @@ async def test_metrics(client: httpx.AsyncClient, library: FakeLibrary, engine: 
     response = await client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
     lines = set(response.text.splitlines())
-    labels = 'max_lora="256",running_lora_adapters="a",waiting_lora_adapters=""'
-    assert any(line.startswith(f"vllm:lora_requests_info{{{labels}}} ") for line in lines)
     num_prompt = len(engine.tokenizer.encode("Hi"))
     for line in (
         'loraserve_step_adapters_bucket{le="0.0"} 4.0',
@@ -206,6 +221,55 @@ async def test_metrics(client: httpx.AsyncClient, library: FakeLibrary, engine: 
         'loraserve_http_requests_total{method="GET",route="unmatched",status="404"} 1.0',
     ):
         assert line in lines, (line, sorted(found for found in lines if found.startswith(line.split("{")[0])))
+
+
+def vllm_labels(text: str, metric: str) -> tuple[dict[str, str], float]:
+    """Labels and value of the only sample of a metric, read as gateways read it."""
+    ((labels, value),) = re.findall(rf"^{metric}\{{(.*)\}} (\S+)$", text, re.MULTILINE)
+    return dict(re.findall(r'(\w+)="([^"]*)"', labels)), float(value)
+
+
+async def test_lora_requests_info_names_what_requests_use(
+    client: httpx.AsyncClient, library: FakeLibrary, engine: FakeEngine, server: ServerState
+) -> None:
+    for name in ("org/b", "a", "idle"):
+        await load(client, library, name, "one")
+    await load(client, library, "c", "two")
+    await load(client, library, "mine", "three")
+    hidden = server.directory.find("mine")
+    assert hidden is not None
+    hidden.visibility = "private"
+    one, two, three = (library.version_of(content) for content in ("one", "two", "three"))
+
+    async def info() -> tuple[str, str, str]:
+        labels, value = vllm_labels((await client.get("/metrics")).text, "vllm:lora_requests_info")
+        assert abs(value - time.time()) < 5, "seconds since the epoch"
+        assert set(labels) == {"max_lora", "running_lora_adapters", "waiting_lora_adapters"}
+        return labels["max_lora"], labels["running_lora_adapters"], labels["waiting_lora_adapters"]
+
+    assert await info() == ("256", "", "")
+    engine.gate = asyncio.Event()
+    ask = {"prompt": "Hi", "max_tokens": 1}
+    asked = [
+        asyncio.create_task(client.post("/v1/completions", json=ask | {"model": name}))
+        for name in ("org/b", "a", "c", "mine")
+    ]
+    await eventually(lambda: len(engine.open) == 4)
+    engine.stats = EngineStats(running_adapters=[one, three], waiting_adapters=[two])
+    assert await info() == ("256", "a,org/b", "c"), "both names of one version, and no private one"
+    engine.stats = EngineStats(running_adapters=[three, two], waiting_adapters=[one])
+    assert await info() == ("256", "c", "a,org/b")
+    engine.gate.set()
+    await asyncio.gather(*asked)
+    assert await info() == ("256", "", ""), "also before the engine says so"
+
+
+async def test_cache_config_info(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    labels, value = vllm_labels((await client.get("/metrics")).text, "vllm:cache_config_info")
+    assert labels == {"block_size": "16", "num_gpu_blocks": "256", "engine": "0"}
+    assert value == 1
+    engine.started = False
+    assert "cache_config_info" not in (await client.get("/metrics")).text
 
 
 async def test_tokens(client: httpx.AsyncClient, engine: FakeEngine) -> None:
