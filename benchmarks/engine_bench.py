@@ -32,26 +32,29 @@ GIB = 2**30
 
 @dataclass
 class OpClock:
-    """Seconds and calls per kind of operator, added up while it is attached; `steps` are the whole steps' seconds."""
+    """Seconds and calls per kind of operator over the steps that were kept; `steps` are these steps' own seconds."""
 
     steps: list[float] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    _seen: list[tuple[str, float]] = field(default_factory=list)  # since the last step ended
 
-    def reset(self) -> None:
-        """Forget everything so far."""
-        self.steps.clear()
-        self.seconds.clear()
-        self.calls.clear()
+    def end_step(self, seconds: float, keep: bool) -> None:
+        """Add what was seen since the last call, or forget it."""
+        if keep:
+            self.steps.append(seconds)
+            for kind, spent in self._seen:
+                self.seconds[kind] += spent
+                self.calls[kind] += 1
+        self._seen.clear()
 
     def timed(self, kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, counted under `kind`."""
+        """`call`, seen as `kind`."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             result = call(*args, **kwargs)
-            self.seconds[kind] += time.perf_counter() - start
-            self.calls[kind] += 1
+            self._seen.append((kind, time.perf_counter() - start))
             return result
 
         return run
@@ -163,12 +166,11 @@ class BenchEngine:
             after = self.loop._counters.rows
             decoded = sum(after[key] - before.get(key, 0) for key in after if "decode" in str(key))
             prefilled = sum(after[key] - before.get(key, 0) for key in after if "prefill" in str(key))
-            if decoded == rows and not prefilled:
+            wanted = decoded == rows and not prefilled
+            if wanted:
                 times.append(seconds)
-                if clock is not None:
-                    clock.steps.append(seconds)
-            elif clock is not None and not times:
-                clock.reset()
+            if clock is not None:
+                clock.end_step(seconds, wanted)
         return times[1:][:steps]
 
     def gemms(self, rows: int) -> Callable[[], float]:

@@ -28,46 +28,118 @@ _BLOCK = 32  # positions scored before their values are read: their K and V stay
 _AHEAD = 16  # positions whose K and V are asked for before they are needed
 _LOWEST = -1e30  # start of the running maximum; finite, so that differences are never NaN
 _MAX_ITEM_TOKENS = 16  # with more new tokens torch is faster: at 16 it needs 1.4 times as long, at 64 the same or less
-_SERIAL_WORK = 1 << 17  # positions × heads × head_dim below which one thread is faster than waking the others
+_SERIAL_WORK = 1 << 15  # positions × heads × head_dim below which one thread is faster than waking the others
 
 
 @compiled
-def _scores(rows: int, q: int, k: int, stride: int, where: int, width: int, scale: float, out: int) -> None:
+def _scores(
+    rows: int, cache: Array, q: int, k: int, stride: int, where: int, width: int, scale: float, out: int
+) -> None:
     """Products of `rows` ≤ 4 query heads of one KV head with one position.
 
     q, k, where, out are addresses; `stride` separates positions in k, _BLOCK heads in out.
     """
     if rows == 4:
-        dot_tile(4, 1, 32, q, width, k, stride, where, width, out, _BLOCK, 1, scale)
+        dot_tile(4, 1, cache, q, width, k, stride, where, width, out, _BLOCK, 1, scale)
     elif rows == 3:
-        dot_tile(3, 1, 32, q, width, k, stride, where, width, out, _BLOCK, 1, scale)
+        dot_tile(3, 1, cache, q, width, k, stride, where, width, out, _BLOCK, 1, scale)
     elif rows == 2:
-        dot_tile(2, 1, 32, q, width, k, stride, where, width, out, _BLOCK, 1, scale)
+        dot_tile(2, 1, cache, q, width, k, stride, where, width, out, _BLOCK, 1, scale)
     else:
-        dot_tile(1, 1, 32, q, width, k, stride, where, width, out, _BLOCK, 1, scale)
+        dot_tile(1, 1, cache, q, width, k, stride, where, width, out, _BLOCK, 1, scale)
 
 
 @compiled
-def _values(rows: int, weights: int, v: int, stride: int, where: int, count: int, acc: int, width: int) -> None:
+def _values(
+    rows: int, cache: Array, weights: int, v: int, stride: int, where: int, count: int, acc: int, width: int
+) -> None:
     """Add the values of `count` positions, weighted, to the sums of `rows` ≤ 4 query heads of one KV head."""
     wide = SMALL_TILE * LANES
     column = 0
     while column + wide <= width:
         to, source = acc + column * 4, v + column * 4
         if rows == 4:
-            matmul_tile(4, SMALL_TILE, 0, 32, weights, _BLOCK, source, stride, where, to, width, to, width, 0, count, 0)
+            matmul_tile(
+                4,
+                SMALL_TILE,
+                0,
+                cache,
+                weights,
+                _BLOCK,
+                source,
+                stride,
+                where,
+                to,
+                width,
+                to,
+                width,
+                0,
+                count,
+                0,
+            )
         elif rows == 3:
-            matmul_tile(3, SMALL_TILE, 0, 32, weights, _BLOCK, source, stride, where, to, width, to, width, 0, count, 0)
+            matmul_tile(
+                3,
+                SMALL_TILE,
+                0,
+                cache,
+                weights,
+                _BLOCK,
+                source,
+                stride,
+                where,
+                to,
+                width,
+                to,
+                width,
+                0,
+                count,
+                0,
+            )
         elif rows == 2:
-            matmul_tile(2, SMALL_TILE, 0, 32, weights, _BLOCK, source, stride, where, to, width, to, width, 0, count, 0)
+            matmul_tile(
+                2,
+                SMALL_TILE,
+                0,
+                cache,
+                weights,
+                _BLOCK,
+                source,
+                stride,
+                where,
+                to,
+                width,
+                to,
+                width,
+                0,
+                count,
+                0,
+            )
         else:
-            matmul_tile(1, SMALL_TILE, 0, 32, weights, _BLOCK, source, stride, where, to, width, to, width, 0, count, 0)
+            matmul_tile(
+                1,
+                SMALL_TILE,
+                0,
+                cache,
+                weights,
+                _BLOCK,
+                source,
+                stride,
+                where,
+                to,
+                width,
+                to,
+                width,
+                0,
+                count,
+                0,
+            )
         column += wide
     while column < width:
         columns = min(LANES, width - column)
         for row in range(rows):
             to, mine = acc + (row * width + column) * 4, weights + row * _BLOCK * 4
-            matmul_tile(1, 1, 1, 32, mine, 0, v + column * 4, stride, where, to, 0, to, 0, 0, count, columns)
+            matmul_tile(1, 1, 1, cache, mine, 0, v + column * 4, stride, where, to, 0, to, 0, 0, count, columns)
         column += LANES
 
 
@@ -76,8 +148,8 @@ def _prefetch_row(k: int, v: int, number: int, size: int) -> None:
     # Pages lie in no order that the processor could foresee.
     offset = np.int64(number) * size
     for line in range(offset, offset + size, 64):
-        prefetch(k + line)
-        prefetch(v + line)
+        prefetch(k + line, 0)
+        prefetch(v + line, 0)
 
 
 @compiled
@@ -122,7 +194,7 @@ def _attend_span(
                 for h in range(kv_head * group, (kv_head + 1) * group, 4):
                     rows = min(4, (kv_head + 1) * group - h)
                     mine, out = q_at + h * width * 4, scores_at + (h * _BLOCK + j) * 4
-                    _scores(rows, mine, k_at + kv_head * width * 4, stride, spot, width, scale, out)
+                    _scores(rows, k, mine, k_at + kv_head * width * 4, stride, spot, width, scale, out)
         for h in range(heads):
             highest = top[h]
             for j in range(count):
@@ -142,7 +214,7 @@ def _attend_span(
             for h in range(kv_head * group, (kv_head + 1) * group, 4):
                 rows = min(4, (kv_head + 1) * group - h)
                 to, weights = acc_at + h * width * 4, scores_at + h * _BLOCK * 4
-                _values(rows, weights, v_at + kv_head * width * 4, stride, spot, count, to, width)
+                _values(rows, v, weights, v_at + kv_head * width * 4, stride, spot, count, to, width)
 
 
 @compiled

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loraserve.kernels import cpu_affine, cpu_attention, cpu_linear, cpu_lora_plan, cpu_pointwise
+from loraserve.kernels.huge_pages import Arena
 from loraserve.kernels.metadata import AttentionBatch, LoraSegments, LoraTarget
 from loraserve.kernels.ops import PackedLinear
 from loraserve.kernels.reference import ReferenceOps, unknown_activation
@@ -59,13 +60,14 @@ class CpuOps:
         self.threading_layer = use_best_layer()
         self.workers = max(1, min(num_threads or torch.get_num_threads(), numba.get_num_threads()))
         self._reference = ReferenceOps()
+        self._arena = Arena()
         self._attention: _AttentionStep | None = None
         self._lora: list[_LoraStep] = []  # the newest first: over tokens, over rows of logits
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         """Lay out weight [out, in] in panels; other dtypes are kept as they are. Semantics: see the reference."""
         if _is_plain(weight) and (bias is None or _is_plain(bias)):
-            return cpu_linear.pack(weight, bias, self.workers)
+            return cpu_linear.pack(weight, bias, self.workers, self._arena)
         return self._reference.pack_linear(weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -191,9 +193,8 @@ class CpuOps:
         if not (_is_plain(y, target.storage) and ids.is_contiguous()):
             self._reference.lora_embed(y, ids, target, segments)
             return
-        # Once per step, and its segments are all fused whatever their size: the plan is not shared with the layers'.
         step = cpu_lora_plan.plan_step(segments)
-        cpu_lora_plan.embed(y, ids, cpu_lora_plan.plan_group((target,), step, allow_gemm=False))
+        cpu_lora_plan.embed(y, ids, cpu_lora_plan.plan_group((target,), step))
 
     def _group_plan(self, targets: tuple[LoraTarget, ...], segments: LoraSegments) -> cpu_lora_plan.GroupPlan:
         cached = self._lora_step(segments)

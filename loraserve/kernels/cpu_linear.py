@@ -17,6 +17,7 @@ from torch import Tensor
 
 from loraserve.kernels.cpu_math import compiled, compiled_parallel
 from loraserve.kernels.cpu_simd import TILE_COLUMNS, TILE_ROWS, TILE_VECTORS, matmul_tile
+from loraserve.kernels.huge_pages import Arena
 
 Array = np.ndarray[Any, Any]
 
@@ -25,42 +26,36 @@ _DEPTH = 1024  # inputs of a panel taken at a time: 192 KiB of it with AVX-512
 
 @compiled
 def _tile(
-    rows: int, x: int, x_stride: int, w: int, init: int, init_stride: int, y: int, y_stride: int, depth: int
+    rows: int,
+    panels: Array,
+    x: int,
+    x_stride: int,
+    w: int,
+    init: int,
+    init_stride: int,
+    y: int,
+    y_stride: int,
+    depth: int,
 ) -> None:
     """One tile of `rows` ≤ TILE_ROWS over a whole panel's columns."""
     # The height must be a constant for the sums to stay in registers.
+    columns = TILE_COLUMNS
     if rows == 8:
-        matmul_tile(
-            8, TILE_VECTORS, 0, 32, x, x_stride, w, TILE_COLUMNS, 0, init, init_stride, y, y_stride, 0, depth, 0
-        )
+        matmul_tile(8, TILE_VECTORS, 0, panels, x, x_stride, w, columns, 0, init, init_stride, y, y_stride, 0, depth, 0)
     elif rows == 7:
-        matmul_tile(
-            7, TILE_VECTORS, 0, 32, x, x_stride, w, TILE_COLUMNS, 0, init, init_stride, y, y_stride, 0, depth, 0
-        )
+        matmul_tile(7, TILE_VECTORS, 0, panels, x, x_stride, w, columns, 0, init, init_stride, y, y_stride, 0, depth, 0)
     elif rows == 6:
-        matmul_tile(
-            6, TILE_VECTORS, 0, 32, x, x_stride, w, TILE_COLUMNS, 0, init, init_stride, y, y_stride, 0, depth, 0
-        )
+        matmul_tile(6, TILE_VECTORS, 0, panels, x, x_stride, w, columns, 0, init, init_stride, y, y_stride, 0, depth, 0)
     elif rows == 5:
-        matmul_tile(
-            5, TILE_VECTORS, 0, 32, x, x_stride, w, TILE_COLUMNS, 0, init, init_stride, y, y_stride, 0, depth, 0
-        )
+        matmul_tile(5, TILE_VECTORS, 0, panels, x, x_stride, w, columns, 0, init, init_stride, y, y_stride, 0, depth, 0)
     elif rows == 4:
-        matmul_tile(
-            4, TILE_VECTORS, 0, 32, x, x_stride, w, TILE_COLUMNS, 0, init, init_stride, y, y_stride, 0, depth, 0
-        )
+        matmul_tile(4, TILE_VECTORS, 0, panels, x, x_stride, w, columns, 0, init, init_stride, y, y_stride, 0, depth, 0)
     elif rows == 3:
-        matmul_tile(
-            3, TILE_VECTORS, 0, 32, x, x_stride, w, TILE_COLUMNS, 0, init, init_stride, y, y_stride, 0, depth, 0
-        )
+        matmul_tile(3, TILE_VECTORS, 0, panels, x, x_stride, w, columns, 0, init, init_stride, y, y_stride, 0, depth, 0)
     elif rows == 2:
-        matmul_tile(
-            2, TILE_VECTORS, 0, 32, x, x_stride, w, TILE_COLUMNS, 0, init, init_stride, y, y_stride, 0, depth, 0
-        )
+        matmul_tile(2, TILE_VECTORS, 0, panels, x, x_stride, w, columns, 0, init, init_stride, y, y_stride, 0, depth, 0)
     elif rows == 1:
-        matmul_tile(
-            1, TILE_VECTORS, 0, 32, x, x_stride, w, TILE_COLUMNS, 0, init, init_stride, y, y_stride, 0, depth, 0
-        )
+        matmul_tile(1, TILE_VECTORS, 0, panels, x, x_stride, w, columns, 0, init, init_stride, y, y_stride, 0, depth, 0)
 
 
 @compiled
@@ -95,10 +90,9 @@ def linear_share(x: Array, panels: Array, bias: Array, y: Array, first: int, las
                         for i in range(below - row):
                             for j in range(num_out - column):
                                 spare[i, j] = y[row + i, column + j]
-                if cut == 0:
-                    _tile(below - row, source, num_in, w, bias_at + column * 4, 0, target, stride, stop - begin)
-                else:
-                    _tile(below - row, source, num_in, w, target, stride, target, stride, stop - begin)
+                init, init_stride = (bias_at + column * 4, 0) if cut == 0 else (target, stride)
+                rows, depth = below - row, stop - begin
+                _tile(rows, panels, source, num_in, w, init, init_stride, target, stride, depth)
                 if not fits:
                     for i in range(below - row):
                         for j in range(num_out - column):
@@ -131,16 +125,15 @@ class PanelLinear:
         return y
 
 
-def pack(weight: Tensor, bias: Tensor | None, workers: int) -> PanelLinear:
-    """Lay out weight [out, in] float32 on CPU for `workers` threads."""
+def pack(weight: Tensor, bias: Tensor | None, workers: int, arena: Arena | None = None) -> PanelLinear:
+    """Lay out weight [out, in] float32 on CPU, in memory of `arena`, for `workers` threads."""
     num_out, num_in = weight.shape
     num_panels = -(-num_out // TILE_COLUMNS)
-    panels = torch.empty(num_panels, num_in, TILE_COLUMNS)
+    panels = (arena or Arena()).take(num_panels * num_in * TILE_COLUMNS).view(num_panels, num_in, TILE_COLUMNS)
     whole = num_out // TILE_COLUMNS
     panels[:whole] = weight[: whole * TILE_COLUMNS].view(whole, TILE_COLUMNS, num_in).transpose(1, 2)
     if whole < num_panels:
         rest = weight[whole * TILE_COLUMNS :]
-        panels[whole].zero_()
         panels[whole, :, : len(rest)] = rest.t()
     padded = torch.zeros(num_panels * TILE_COLUMNS)
     if bias is not None:

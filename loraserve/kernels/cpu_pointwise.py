@@ -12,6 +12,7 @@ import numpy as np
 from numba import prange
 
 from loraserve.kernels.cpu_math import compiled, compiled_parallel, fast_exp
+from loraserve.kernels.cpu_simd import prefetch
 
 Array = np.ndarray[Any, Any]
 
@@ -94,6 +95,13 @@ def rope_rows(
 ) -> None:
     heads = q_out.shape[1]
     kv_heads, width = k_cache.shape[1], k_cache.shape[2]
+    # Ask for all lines first: a store that waits for its line holds up every later one.
+    size = kv_heads * width * 4
+    for i in range(first, last):
+        offset = np.int64(loc[i]) * size
+        for line in range(offset, offset + size, 64):
+            prefetch(k_cache.ctypes.data + line, 1)
+            prefetch(v_cache.ctypes.data + line, 1)
     for i in range(first, last):
         row, where = qkv[i], loc[i]
         for h in range(heads):

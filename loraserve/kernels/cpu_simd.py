@@ -104,6 +104,12 @@ class _Emitter:
         wide = ir.VectorType(_INT64, LANES)
         return self.builder.icmp_signed("<", ir.Constant(wide, list(range(LANES))), self.splat(count, wide))
 
+    def prefetch(self, pointer: Any, write: int = 0) -> None:
+        builder = self.builder
+        byte = ir.IntType(8).as_pointer()
+        function = _declare(builder.module, ir.FunctionType(ir.VoidType(), [byte, *[_INT32] * 3]), "llvm.prefetch.p0")
+        builder.call(function, [builder.bitcast(pointer, byte), *(ir.Constant(_INT32, v) for v in (write, 3, 1))])
+
     def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
         sig = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
         return self.builder.call(_declare(self.builder.module, sig, f"llvm.fmuladd.{_SUFFIX}"), [a, b, c])
@@ -143,12 +149,22 @@ def _literals(*values: Any) -> list[int] | None:
     return [value.literal_value for value in values]
 
 
+def _is_given(value: Any) -> bool:
+    """Whether an optional argument is there: anything but the constant 0."""
+    return not (isinstance(value, types.IntegerLiteral) and value.literal_value == 0)
+
+
+def _bits(holder: Any) -> int:
+    """Bits of an element of the array that a tile's matrix lies in: 32 is float32, 16 (as integers) bfloat16."""
+    return int(holder.dtype.bitwidth)
+
+
 def _matmul_tile(
     context: Any,
     rows: Any,
     vectors: Any,
     tail: Any,
-    bits: Any,
+    holder: Any,
     x: Any,
     x_stride: Any,
     w: Any,
@@ -164,24 +180,39 @@ def _matmul_tile(
 ) -> Any:
     """y[r, c] = init[r, c] + Σ_k x[r, k]·w[k, c] for `rows` r and `vectors`·LANES columns c.
 
-    Literal: `rows`, `vectors`, `tail` (1: of the last vector only the first `columns` lanes exist), `bits` of w (32:
-    float32, 16: bfloat16). x, w, init, y are addresses, strides count elements. `w_rows`, `y_rows` are 0, or the
-    address of int32 numbers: w's row k is then w_rows[k], the row of y (and of init) r is y_rows[r].
+    Literal: `rows`, `vectors`, `tail` (1: of the last vector only the first `columns` lanes exist). x, w, init, y are
+    addresses, strides count elements; `holder` is the array that w lies in, float32, or uint16 for bfloat16. `w_rows`,
+    `y_rows` are 0, or the address of int32 numbers: w's row k is then w_rows[k], the row of y (and of init) r is
+    y_rows[r].
     """
-    shape = _literals(rows, vectors, tail, bits)
+    shape = _literals(rows, vectors, tail)
     if shape is None:
         return None
-    num_rows, num_vectors, has_tail, width = shape
-    w_listed, y_listed = (not isinstance(a, types.IntegerLiteral) for a in (w_rows, y_rows))
+    num_rows, num_vectors, has_tail = shape
+    width = _bits(holder)
+    w_listed, y_listed = (_is_given(each) for each in (w_rows, y_rows))
     given = types.intp
     signature = types.void(
-        rows, vectors, tail, bits, *[given] * 4, given if w_listed else w_rows, *[given] * 4,
+        rows, vectors, tail, holder, *[given] * 4, given if w_listed else w_rows, *[given] * 4,
         given if y_listed else y_rows, given, given,
     )  # fmt: skip
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         emit = _Emitter(builder)
-        x, x_stride, w, w_stride, w_rows, init, init_stride, y, y_stride, y_rows, depth, columns = arguments[4:]
+        (
+            x,
+            x_stride,
+            w,
+            w_stride,
+            w_rows,
+            init,
+            init_stride,
+            y,
+            y_stride,
+            y_rows,
+            depth,
+            columns,
+        ) = arguments[4:]
         element = _FLOAT if width == 32 else ir.IntType(16)
         x_at, w_at, y_at = emit.pointer(x, _FLOAT), emit.pointer(w, element), emit.pointer(y, _FLOAT)
         init_at = emit.pointer(init, _FLOAT)
@@ -219,7 +250,7 @@ def _dot_tile(
     context: Any,
     rows: Any,
     others: Any,
-    bits: Any,
+    holder: Any,
     a: Any,
     a_stride: Any,
     x: Any,
@@ -233,14 +264,15 @@ def _dot_tile(
 ) -> Any:
     """out[r·out_row + t·out_other] = scale·Σ_k a[r, k]·x[x_rows[t], k] for `rows` r and `others` t.
 
-    Literal: `rows`, `others`, `bits` of a (32: float32, 16: bfloat16). a, x, out are addresses, strides count elements;
-    `x_rows` is the address of int32 numbers; scale is float32.
+    Literal: `rows`, `others`. a, x, out are addresses, strides count elements; `holder` is the array that a lies in,
+    float32, or uint16 for bfloat16; `x_rows` is the address of int32 numbers; scale is float32.
     """
-    shape = _literals(rows, others, bits)
+    shape = _literals(rows, others)
     if shape is None:
         return None
-    num_rows, num_others, width = shape
-    signature = types.void(rows, others, bits, *[types.intp] * 9, types.float32)
+    num_rows, num_others = shape
+    width = _bits(holder)
+    signature = types.void(rows, others, holder, *[types.intp] * 9, types.float32)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         emit = _Emitter(builder)
@@ -274,19 +306,20 @@ def _dot_tile(
     return signature, generate
 
 
-def _prefetch(context: Any, address: Any) -> Any:
-    """Ask for the cache line at an address."""
+def _prefetch(context: Any, address: Any, write: Any) -> Any:
+    """Ask for the cache line at an address; `write` (literal): 1 if it will be written."""
+    shape = _literals(write)
+    if shape is None:
+        return None
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        byte = ir.IntType(8).as_pointer()
-        function = _declare(builder.module, ir.FunctionType(ir.VoidType(), [byte, *[_INT32] * 3]), "llvm.prefetch.p0")
-        read, keep, data = (ir.Constant(_INT32, value) for value in (0, 0, 1))
-        builder.call(function, [builder.inttoptr(arguments[0], byte), read, keep, data])
+        emit = _Emitter(builder)
+        emit.prefetch(emit.pointer(arguments[0], ir.IntType(8)), shape[0])
         return context.get_dummy_value()
 
-    return types.void(types.intp), generate
+    return types.void(types.intp, write), generate
 
 
-prefetch: Any = intrinsic(_prefetch)
+prefetch: Any = intrinsic(prefer_literal=True)(_prefetch)
 matmul_tile: Any = intrinsic(prefer_literal=True)(_matmul_tile)
 dot_tile: Any = intrinsic(prefer_literal=True)(_dot_tile)

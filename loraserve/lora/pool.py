@@ -13,6 +13,7 @@ from torch import Tensor
 
 from loraserve.config import format_bytes
 from loraserve.errors import ConfigError
+from loraserve.kernels.huge_pages import map_bytes
 from loraserve.kernels.metadata import Kind, LoraTables, LoraTarget, LoraTargetShape, SlotRows
 from loraserve.lora.copier import Arrived, Copier, make_copier
 from loraserve.lora.layout import VOCABULARY_KINDS, PoolLayout, RankedAdapter
@@ -98,7 +99,11 @@ class LoraPool:
             text = f"--lora-memory of {format_bytes(capacity_bytes)} does not hold one page; it needs at least {need}"
             raise ConfigError(text)
         self._slabs = SlabAllocator(num_elements, slab)
-        self.storage = torch.empty(self._slabs.num_slabs * slab, dtype=dtype, device=device)
+        num_elements = self._slabs.num_slabs * slab
+        if device.type == "cpu":
+            self.storage = map_bytes(num_elements * dtype.itemsize).view(dtype)
+        else:
+            self.storage = torch.empty(num_elements, dtype=dtype, device=device)
         self.tables = LoraTables()
         self._copier = copier or make_copier(device)
         self._free_slots = list(range(max_slots))

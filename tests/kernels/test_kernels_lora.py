@@ -141,14 +141,6 @@ def test_a_widened_table_is_seen_in_the_next_step(generator):
     check(ops, pool, [[(2, 1.0)], [(0, 1.0)], [(1, 1.0)]], generator)
 
 
-def test_contiguous_pages_are_used_in_place(generator):
-    storage = torch.randn(64, generator=generator)
-    pages = torch.tensor([8, 24, 40]).numpy()
-    rows = cpu_lora_plan.rank_rows(storage, pages, 9, 4, 4)
-    assert rows.data_ptr() == storage[8:].data_ptr()
-    assert torch.equal(rows.flatten(), storage[8:44])
-
-
 @pytest.mark.parametrize("num_tokens", [1, 7, 60])
 def test_embedding_deltas(ops, generator, num_tokens):
     vocab, hidden = 101, 48
