@@ -17,7 +17,6 @@ from numba import config, types
 from numba.core import cgutils, codegen
 from numba.extending import intrinsic
 
-
 _host_features: Any = codegen.get_host_cpu_features
 
 
