@@ -19,7 +19,7 @@ class StepOutput(NamedTuple):
 
     tokens: list[int | None]
     logprobs: list[Logprobs | None]
-    broken: list[int]  # sequences whose logits were not finite
+    broken: list[int]  # sequences whose logits were not finite, be it those of the prompt
 
 
 class LaunchedStep(Protocol):
@@ -67,7 +67,7 @@ class PendingStep:
     """A step whose output comes back in one copy while the host does other things.
 
     `due` are the sequences with a token in `chosen` [len(due)], `counts[i]` how many alternatives the log-probabilities
-    of `due[i]` have (None: not wanted), `logprobs` those of the wanted, in order.
+    of `due[i]` have (None: not wanted), `logprobs` those of the wanted, in order. `broken` are known before.
     """
 
     def __init__(
@@ -78,11 +78,13 @@ class PendingStep:
         counts: Sequence[int | None],
         logprobs: LogprobTensors | None,
         may_wait: bool,
+        broken: Sequence[int] = (),
     ) -> None:
         self.may_wait = may_wait
         self._num_sequences = num_sequences
         self._due = due
         self._counts = counts
+        self._broken = broken
         self._shapes = [] if logprobs is None else [part.shape for part in logprobs]
         # float64 holds both token ids and float32 exactly, so that everything is one piece.
         parts = [chosen, *([] if logprobs is None else logprobs)]
@@ -93,7 +95,7 @@ class PendingStep:
         packed = self._returning.wait()
         tokens: list[int | None] = [None] * self._num_sequences
         logprobs: list[Logprobs | None] = [None] * self._num_sequences
-        broken = []
+        broken = list(self._broken)
         chosen = [int(token) for token in packed[: len(self._due)].tolist()]
         for i, token in zip(self._due, chosen, strict=True):
             if token == BROKEN:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -39,6 +40,7 @@ class PromptLogprobs:
 
     values: list[Logprobs | None] = field(default_factory=lambda: [None])
     emitted: bool = False
+    is_broken: bool = False  # some are not numbers: their logits were not finite
 
 
 class ModelRunner:
@@ -105,7 +107,8 @@ class ModelRunner:
         due = np.flatnonzero(batch.sample)
         logits = self._logits(batch, prepared)
         if logits is None:
-            return PendingStep(len(batch.requests), [], torch.empty(0, device=self._device), [], None, True)
+            nothing = torch.empty(0, device=self._device)
+            return PendingStep(len(batch.requests), [], nothing, [], None, True, self._broken_prompts(batch))
         chosen = self._choose(logits, self._sampling_rows(batch, due.tolist(), logits))
         self._next_tokens.put(batch.req_rows[due], chosen)
         counts = [batch.requests[i].params.logprobs for i in due]
@@ -115,15 +118,16 @@ class ModelRunner:
             most = max(count or 0 for count in counts)
             logprobs = logprob_tensors(logits[rows], chosen[rows].clamp(min=0), most)
         may_wait = not self._needs_ids(batch.adapters)
-        return PendingStep(len(batch.requests), due.tolist(), chosen, counts, logprobs, may_wait)
+        broken = self._broken_prompts(batch)
+        return PendingStep(len(batch.requests), due.tolist(), chosen, counts, logprobs, may_wait, broken)
 
     def execute(self, batch: ModelWorkerBatch, prepared: ForwardBatch | GraphStep) -> StepOutput:
         """Compute the step and choose the next token of every sequence that is due one."""
         tokens: list[int | None] = [None] * len(batch.requests)
         logprobs: list[Logprobs | None] = [None] * len(batch.requests)
-        broken: list[int] = []
         due = np.flatnonzero(batch.sample).tolist()
         logits = self._logits(batch, prepared)
+        broken = self._broken_prompts(batch)
         if logits is not None:
             chosen = self._sample(logits, self._sampling_rows(batch, due, logits))
             for i, token in zip(due, chosen, strict=True):
@@ -170,10 +174,15 @@ class ModelRunner:
         rows = prepared.rows_logits
         return self._decoder.logits(hidden[prepared.logits_rows], tables, prepared.lora_logits, rows)
 
+    def _broken_prompts(self, batch: ModelWorkerBatch) -> list[int]:
+        """Sequences of which some prompt token's log-probability is not a number."""
+        found = [self.prompt_logprobs.get(request.id) for request in batch.requests] if self.prompt_logprobs else []
+        return [i for i, kept in enumerate(found) if kept is not None and kept.is_broken]
+
     def take_prompt_logprobs(self, request: Request) -> list[Logprobs | None] | None:
-        """A prompt's log-probabilities, once, as soon as all are known; None before and after."""
+        """A prompt's log-probabilities, once, as soon as all are known; None before and after, or if they are none."""
         found = self.prompt_logprobs.get(request.id)
-        if found is None or found.emitted or len(found.values) < len(request.prompt):
+        if found is None or found.emitted or found.is_broken or len(found.values) < len(request.prompt):
             return None
         found.emitted = True
         return found.values
@@ -235,7 +244,9 @@ class ModelRunner:
             high = min(first + stop - start, len(request.prompt) - 1)
             for at in range(low, high, _PROMPT_ROWS_BLOCK):
                 end = min(at + _PROMPT_ROWS_BLOCK, high)
-                kept.values += self._prompt_block(batch, i, hidden[start + at - first : start + end - first], at, count)
+                block = self._prompt_block(batch, i, hidden[start + at - first : start + end - first], at, count)
+                kept.values += block
+                kept.is_broken |= any(math.isnan(value.logprob) for value in block)
 
     def _prompt_block(
         self, batch: ModelWorkerBatch, sequence: int, hidden: Tensor, at: int, count: int

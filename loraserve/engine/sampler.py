@@ -34,10 +34,6 @@ class Logprobs(NamedTuple):
     top: list[tuple[int, float]]
 
 
-class NotFinite(ValueError):
-    """A row's logits hold no finite maximum; the row cannot be sampled."""
-
-
 def uniform(seed: int, step: int) -> float:
     """A number in [0, 1) that depends on nothing but `seed` and `step`, so retraction and batching change no draw."""
     key = np.random.Philox(key=seed & (2**64 - 1), counter=[0, 0, 0, step])

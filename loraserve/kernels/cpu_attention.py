@@ -257,10 +257,10 @@ def decode_share(
             for d in range(width):
                 acc[h, d] = np.float32(0)
         first, last = offset + begin, offset + stop
-        # What will be read after this item; nothing if it is the last.
+        # What will be read after this item; nothing if it is the last. Not past its end: the table may end there too.
         following = min(item + 1, ends.shape[0] - 1)
         next_row, next_first = items[following, 1], items[following, 2]
-        next_last = next_first + min(_AHEAD, end - stop)
+        next_last = next_first + min(_AHEAD, end - stop, ends[following] - ends[item])
         where, then = locations[row], locations[next_row]
         _attend_span(q, token, k, v, where, first, last, then, next_first, next_last, scale, scores, top, total, acc)
         if begin == item_begin and stop == ends[item]:

@@ -1,7 +1,4 @@
-"""What the Numba kernels share: how they are compiled, and an exponential that vectorises.
-
-Numba keys a cached kernel on its own file only: after an edit here, touch the files that call these functions.
-"""
+"""What the Numba kernels share: how they are compiled, and an exponential that vectorises."""
 
 from __future__ import annotations
 
@@ -11,6 +8,8 @@ from typing import Any
 
 import numba
 import numpy as np
+
+from loraserve.kernels.cpu_cache import imports_digest
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +36,10 @@ def compiled_parallel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _compile(function: Callable[..., Any], parallel: bool) -> Callable[..., Any]:
     try:
+        # The name becomes that of the file in the cache.
+        function.__qualname__ += f"-{imports_digest(function.__module__.rpartition('.')[2])}"
         return _jit(function, parallel, cache=True)
-    except RuntimeError as error:  # neither the package's folder nor the user's cache can be written
+    except (RuntimeError, OSError) as error:  # neither the package's folder nor the user's cache can be written
         logger.info("%s is compiled anew at every start: %s; set NUMBA_CACHE_DIR", function.__name__, error)
         return _jit(function, parallel, cache=False)
 

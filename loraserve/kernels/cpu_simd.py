@@ -5,28 +5,26 @@ Two shapes of tile carry everything that multiplies: `matmul_tile` keeps sums ov
 addresses, so that one operand can lie in pages. Sums are float32 and fused; their order depends on the depth alone, so
 that a row's result is the same whatever rows are computed beside it. The literal arguments (sizes, flags) must be
 constants where a tile is called; each combination is code of its own.
-
-Numba keys a cached kernel on its own file only: after an edit here, touch the files that call these functions.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import llvmlite.binding
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
+from numba import config, types
+from numba.core import cgutils, codegen
 from numba.extending import intrinsic
+
+_host_features: Any = codegen.get_host_cpu_features
 
 
 def _lanes() -> int:
     """float32 elements of the widest vector that Numba compiles for."""
-    features = os.environ.get("NUMBA_CPU_FEATURES")
-    if features is None and "NUMBA_CPU_NAME" not in os.environ:
-        features = llvmlite.binding.get_host_cpu_features().flatten()
-    has = (features or "").split(",")
+    settings: Any = config  # its attributes are made when it is imported
+    features: str | None = settings.CPU_FEATURES
+    has = (_host_features() if features is None else features).split(",")
     if "+avx512f" in has:
         return 16
     return 8 if "+avx" in has else 4

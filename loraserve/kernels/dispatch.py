@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -81,10 +81,11 @@ def _cpu_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed"
     try:
-        import numba  # noqa: F401 - an installed numba may still refuse this numpy or Python
-    except (ImportError, SystemError) as error:
+        import numba
+    except (ImportError, SystemError) as error:  # an installed numba may still refuse this numpy or Python
         return f"numba cannot be imported: {error}"
-    return None
+    settings: Any = numba.config  # its attributes are made when it is imported
+    return "Numba compiles nothing, because NUMBA_DISABLE_JIT is set" if settings.DISABLE_JIT else None
 
 
 def _reference_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:

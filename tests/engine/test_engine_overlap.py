@@ -206,6 +206,28 @@ def test_logits_that_are_not_finite_end_their_request_only(root: Path, driver: D
     assert driver.answers[late].tokens == oracle.greedy(None, OTHER, 12)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_log_probabilities_of_a_prompt_that_are_no_numbers_end_their_request(root: Path, overlap: bool) -> None:
+    """What scores a prompt samples nothing (or not yet), so that no step shows it otherwise."""
+    config = engine_config(
+        root / "model", kernels="reference", scheduler={"overlap_schedule": overlap, "prefill_chunk": 3}
+    )
+    with Driver(config) as driver:
+        driver.load("huge", root / "huge")
+        ids = [driver.add(PROMPT, "huge", max_tokens=count, prompt_logprobs=1) for count in (0, 5)]
+        good = driver.add(PROMPT, max_tokens=0, prompt_logprobs=1)
+        driver.finish(*ids, good)
+        for name in ids:
+            answer = driver.answers[name]
+            assert answer.last.error is not None
+            assert answer.last.error.code == "non_finite_logits"
+            assert answer.tokens == []
+            assert all(output.prompt_logprobs is None for output in answer.outputs)
+        assert driver.answers[good].last.finish_reason == "length"
+        assert len(driver.answers[good].last.prompt_logprobs or []) == len(PROMPT)
+        driver.assert_idle()
+
+
 def fail_launch(device: SlowDevice) -> None:
     device.launch_error = RuntimeError("the device fell over")
 

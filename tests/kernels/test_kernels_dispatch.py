@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 
+import numba
 import pytest
 import torch
 
@@ -58,6 +59,13 @@ def test_choice(requested, device, dtype, name, caplog):
 def test_a_request_that_cannot_be_met_says_why(requested, device, dtype, reason):
     with pytest.raises(ConfigError, match=reason):
         select_ops(requested, device, dtype)
+
+
+def test_without_numbas_compiler_torch_computes(monkeypatch):
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    assert select_ops("auto", CPU, torch.float32).name == "reference"
+    with pytest.raises(ConfigError, match="NUMBA_DISABLE_JIT is set"):
+        select_ops("cpu", CPU, torch.float32)
 
 
 def test_triton_needs_a_gpu_or_the_interpreter(monkeypatch):
