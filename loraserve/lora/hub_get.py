@@ -97,7 +97,7 @@ def get_file(
         there = file.seek(0, os.SEEK_END)
         if remote.size is not None and there >= remote.size:
             if there == remote.size:
-                return None
+                return
             there = _empty(file)
         ranged = {"Range": f"bytes={there}-"} if there else {}
         with _open(url, headers | ranged) as response:
@@ -110,20 +110,9 @@ def get_file(
             _raise_for_status(response)
             if not there and response.status_code != 200:
                 raise HubError(f"the Hub answered {response.status_code} for {show(remote.path)} of {repo}")
-            pace = Pace()
-            for piece in response.iter_bytes():
-                there += len(piece)
-                if there > limit and remote.size is None:
-                    raise AdapterRefused(
-                        AdapterFault.ADAPTER_TOO_LARGE, f"the files of {repo} have more bytes than are fetched"
-                    )
-                if there > limit:
-                    raise HubError(f"{show(remote.path)} of {repo} is larger than the Hub says")
-                file.write(piece)
-                progress(there)
-                pace.took(len(piece))
+            _append(response, remote, repo, file, there, limit, progress)
         file.flush()
-        if remote.size is not None and there != remote.size:
+        if remote.size is not None and file.tell() != remote.size:
             raise HubError(f"{show(remote.path)} of {repo} is smaller than the Hub says")
 
     while True:
@@ -141,6 +130,27 @@ def _open(url: str, headers: dict[str, str]) -> AbstractContextManager[Any]:
     session.cookies.jar.set_policy(_NO_COOKIES)
     # Numbers and not the client's own class, which has another name in each of its versions.
     return session.stream("GET", url, headers=headers, timeout=(CONNECT_S, STALL_S, STALL_S, STALL_S))
+
+
+def _append(
+    response: Any,
+    remote: RemoteFile,
+    repo: str,
+    file: BinaryIO,
+    there: int,
+    limit: int,
+    progress: Callable[[int], None],
+) -> None:
+    pace = Pace()
+    for piece in response.iter_bytes():
+        there += len(piece)
+        if there > limit and remote.size is None:
+            raise AdapterRefused(AdapterFault.ADAPTER_TOO_LARGE, f"the files of {repo} have more than is fetched")
+        if there > limit:
+            raise HubError(f"{show(remote.path)} of {repo} is larger than the Hub says")
+        file.write(piece)
+        progress(there)
+        pace.took(len(piece))
 
 
 def _raise_for_status(response: Any) -> None:
