@@ -47,6 +47,7 @@ class FakeHub:
     ranges: list[str] = field(default_factory=list)
     commits: dict[str, str] = field(default_factory=dict)  # repository → commit, if it is not COMMIT
     requests: list[tuple[str, str]] = field(default_factory=list)
+    cookies: list[str] = field(default_factory=list)  # that came back; every answer sets one
     endpoint: str = ""
 
     def answer(self, method: str, target: str, token: str | None, span: str | None = None) -> Answer:
@@ -88,7 +89,7 @@ class FakeHub:
     def _info(self, repo: str) -> dict[str, Any]:
         siblings = []
         for name, data in self.repos[repo].items():
-            sibling: dict[str, Any] = {"rfilename": name, "size": len(data), "blobId": _sha(data)[:40]}
+            sibling: dict[str, Any] = {"rfilename": name, "size": len(data), "blobId": _git_name(data)}
             if name.endswith(".safetensors"):
                 sibling["lfs"] = {"sha256": _sha(data), "size": len(data), "pointerSize": 130}
             siblings.append(sibling)
@@ -103,7 +104,8 @@ class FakeHub:
             return Answer(404, {"X-Error-Code": "EntryNotFound"})
         data = self.repos[repo][name]
         commit = self.commits.get(repo, COMMIT)
-        headers = {"ETag": f'"{_sha(data)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        etag = _sha(data) if name.endswith(".safetensors") else _git_name(data)
+        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         if name in self.damaged:
             data = bytes([data[0] ^ 1]) + data[1:]
         status = 200
@@ -122,6 +124,10 @@ def _sha(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def _git_name(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
 @contextmanager
 def serve(hub: FakeHub) -> Iterator[FakeHub]:
     """Run the hub on a free port of this machine."""
@@ -131,6 +137,7 @@ def serve(hub: FakeHub) -> Iterator[FakeHub]:
 
         def reply(self) -> None:
             token = self.headers.get("Authorization", "").removeprefix("Bearer ") or None
+            hub.cookies += self.headers.get_all("Cookie", [])
             answer = hub.answer(self.command, self.path, token, self.headers.get("Range"))
             if answer.stop_at is None:
                 time.sleep(answer.stall_s)
@@ -138,6 +145,7 @@ def serve(hub: FakeHub) -> Iterator[FakeHub]:
             for name, value in answer.headers.items():
                 self.send_header(name, value)
             self.send_header("Content-Length", str(len(answer.body)))
+            self.send_header("Set-Cookie", "session=1; Path=/")
             self.end_headers()
             if self.command != "HEAD":
                 self.send_body(answer)
@@ -169,6 +177,7 @@ def serve(hub: FakeHub) -> Iterator[FakeHub]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
+    server.handle_error = lambda request, address: None  # type: ignore[method-assign]  # clients may hang up
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"

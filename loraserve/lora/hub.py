@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
@@ -12,12 +10,10 @@ from urllib.parse import quote
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
-from huggingface_hub.hf_api import ModelInfo
 
 from loraserve.errors import (
     AdapterFault,
     AdapterRefused,
-    HubError,
     RepoNotFound,
     RevisionNotFound,
     SubfolderNotFound,
@@ -26,7 +22,8 @@ from loraserve.lora.adapter_files import needed_files
 from loraserve.lora.files import AdapterFolder
 from loraserve.lora.hub_cache import HubCache
 from loraserve.lora.hub_errors import retrying
-from loraserve.lora.hub_get import RemoteFile, Token, get_answer
+from loraserve.lora.hub_get import Token, get_answer
+from loraserve.lora.hub_info import RemoteFile, RepoInfo, read_info
 from loraserve.lora.names import check_name
 from loraserve.lora.sources import FetchedFolder, check_subfolder
 from loraserve.lora.spec import AdapterSource
@@ -34,7 +31,6 @@ from loraserve.lora.strict_json import show
 from loraserve.lora.workspace import Progress, storage_errors
 
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,254}", re.ASCII)
-_COMMIT = re.compile(r"[0-9a-f]{40,64}", re.ASCII)
 
 
 class HubRepo(NamedTuple):
@@ -74,7 +70,8 @@ def fetch_hub(
     cache = Path(cache_dir or constants.HF_HUB_CACHE)
     if constants.HF_HUB_OFFLINE:
         return _from_cache(place, inner, cache)
-    commit, files, restricted = _list_files(place, inner, token, endpoint)
+    info = _ask(place, token, endpoint)
+    files = _needed(place, inner, info)
     total = sum(file.size or 0 for file in files)
     if total > max_bytes:
         raise AdapterRefused(
@@ -86,18 +83,18 @@ def fetch_hub(
         for number, file in enumerate(files, 1):
             on_file(file.path, number, len(files))
             local = kept.fetch(
-                commit,
+                info.commit,
                 file,
                 token=token,
                 endpoint=endpoint,
-                max_bytes=max_bytes,
+                max_bytes=max_bytes - done,
                 progress=_on_top(progress, done, total),
             )
             folder = local.parent
-            done += file.size or 0
-            progress(done, total)
-        kept.remember(place.revision or constants.DEFAULT_REVISION, commit)
-    return FetchedFolder(AdapterFolder.at(folder, roots=(cache,)), place.source(commit), restricted)
+            done += local.stat().st_size
+            progress(done, max(done, total))
+        kept.remember(place.revision or constants.DEFAULT_REVISION, info.commit)
+    return FetchedFolder(AdapterFolder.at(folder, roots=kept.roots), place.source(info.commit), info.restricted)
 
 
 def is_offline() -> bool:
@@ -110,49 +107,32 @@ def check_access(place: HubRepo, token: Token, endpoint: str | None = None) -> N
     _ask(place, token, endpoint)
 
 
-def _ask(place: HubRepo, token: Token, endpoint: str | None) -> ModelInfo:
+def _ask(place: HubRepo, token: Token, endpoint: str | None) -> RepoInfo:
     """What the Hub says of a repository, with its files, to those whom it lets in."""
     url = f"{endpoint or constants.ENDPOINT}/api/models/{place.repo}"
     at = "" if place.revision is None else f"/revision/{quote(place.revision, safe='')}"
     answer = retrying(lambda: get_answer(f"{url}{at}?blobs=true", token), place.repo, place.revision)
-    try:
-        info = ModelInfo(**json.loads(answer))  # type: ignore[no-untyped-call]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise HubError(f"the Hub did not describe {place.repo} as a Hub does") from error
+    info = read_info(answer, place.repo)
     if info.gated:
         # Everybody may see what a gated repository is. Files that are cached would not be asked for.
         retrying(lambda: get_answer(f"{url}/auth-check", token), place.repo, place.revision)
     return info
 
 
-def _list_files(
-    place: HubRepo, inner: PurePosixPath, token: Token, endpoint: str | None
-) -> tuple[str, list[RemoteFile], bool]:
-    info = _ask(place, token, endpoint)
-    siblings = {sibling.rfilename: sibling for sibling in info.siblings or ()}
-    inside = {path.name: str(path) for path in map(PurePosixPath, siblings) if path.parent == inner}
+def _needed(place: HubRepo, inner: PurePosixPath, info: RepoInfo) -> list[RemoteFile]:
+    inside = info.inside(inner)
     if not inside and inner.parts:
         raise SubfolderNotFound(f"{place.repo} has no subfolder {show(str(inner))}", param="subfolder")
-    found = []
-    for name in needed_files(inside):
-        sibling = siblings[inside[name]]
-        sha256 = sibling.lfs.sha256 if sibling.lfs is not None else None
-        # As the client names them: by the entity tags, which are these hashes.
-        blob = sha256 or sibling.blob_id or ""
-        if _COMMIT.fullmatch(blob) is None:
-            blob = hashlib.sha256(f"{info.sha}/{inside[name]}".encode()).hexdigest()
-        found.append(RemoteFile(inside[name], sibling.size, sha256, blob))
-    if not found or info.sha is None:
+    found = [inside[name] for name in needed_files(inside)]
+    if not found:
         where = f"subfolder {show(str(inner))} of {place.repo}" if inner.parts else place.repo
         raise AdapterRefused(AdapterFault.NOT_AN_ADAPTER, f"{where} holds no adapter files", param="repo")
-    if _COMMIT.fullmatch(info.sha) is None:
-        raise HubError(f"the Hub named no commit of {place.repo}")
-    return info.sha, found, bool(info.private or info.gated)
+    return found
 
 
 def _on_top(progress: Progress, before: int, total: int) -> Callable[[int], None]:
     """Reports one file's bytes on top of those before it."""
-    return lambda there: progress(min(before + there, total), total)
+    return lambda there: progress(before + there, max(before + there, total))
 
 
 def _from_cache(place: HubRepo, inner: PurePosixPath, cache: Path) -> FetchedFolder:
@@ -169,4 +149,5 @@ def _from_cache(place: HubRepo, inner: PurePosixPath, cache: Path) -> FetchedFol
     folder = snapshot / inner
     if not folder.is_dir():
         raise SubfolderNotFound(f"the cached {place.repo} has no subfolder {show(str(inner))}", param="subfolder")
-    return FetchedFolder(AdapterFolder.at(folder, roots=(cache,)), place.source(snapshot.name))
+    roots = HubCache(place.repo, cache).roots
+    return FetchedFolder(AdapterFolder.at(folder, roots=roots), place.source(snapshot.name))

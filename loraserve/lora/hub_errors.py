@@ -112,7 +112,7 @@ def _wait_before_retry(error: Exception, attempt: int) -> float | None:
         if status != 429 and status < 500:
             return None
         asked = str(cause.response.headers.get("Retry-After", ""))
-        if not asked.isdigit():
+        if not (asked.isascii() and asked.isdigit()):
             return backoff
         return float(asked) if float(asked) <= MAX_RETRY_AFTER_S else None
     if isinstance(cause, _TIMEOUTS):

@@ -10,14 +10,16 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, BinaryIO, NamedTuple
+from http.cookiejar import DefaultCookiePolicy
+from typing import Any, BinaryIO
 
 from huggingface_hub import hf_hub_url
 from huggingface_hub.utils._headers import build_hf_headers
 from huggingface_hub.utils._http import get_session, hf_raise_for_status
 
-from loraserve.errors import HubError, HubTimeout
+from loraserve.errors import AdapterFault, AdapterRefused, HubError, HubTimeout
 from loraserve.lora.hub_errors import retrying
+from loraserve.lora.hub_info import RemoteFile
 from loraserve.lora.strict_json import show
 
 Token = str | bool | None
@@ -30,6 +32,9 @@ WINDOW_S, LEAST_BYTES = 60.0, 64 << 10
 """A file must bring so many bytes in every such time."""
 
 MAX_ANSWER = 64 << 20
+
+_NO_COOKIES = DefaultCookiePolicy(allowed_domains=())
+_TELLING = (b"x-error-", b"retry-after", b"x-request-id", b"x-amz")
 
 RENEW_BYTES = 1 << 20
 """A transfer that brought so much before it broke has all its tries again."""
@@ -54,20 +59,11 @@ class Pace:
         self._since, self._bytes = now, 0
 
 
-class RemoteFile(NamedTuple):
-    """One file of a repository at one commit, as the Hub describes it."""
-
-    path: str  # in the repository
-    size: int | None
-    sha256: str | None  # of files in large-file storage
-    blob: str  # its name among the cache's blobs
-
-
 def get_answer(url: str, token: Token) -> bytes:
     """What the Hub answers to a question. Raises what its client raises, and `HubError` and its kind."""
     pieces: list[bytes] = []
     with _open(url, build_hf_headers(token=token)) as response:
-        hf_raise_for_status(response)
+        _raise_for_status(response)
         pace, size = Pace(), 0
         for piece in response.iter_bytes():
             pieces.append(piece)
@@ -105,19 +101,18 @@ def get_file(
             there = _empty(file)
         ranged = {"Range": f"bytes={there}-"} if there else {}
         with _open(url, headers | ranged) as response:
-            hf_raise_for_status(response)
-            if there and response.status_code != 206:
-                there = _empty(file)  # the server does not know ranges
-            pace = Pace()
-            for piece in response.iter_bytes():
-                there += len(piece)
-                if there > limit:
-                    raise HubError(f"{show(remote.path)} of {repo} is larger than the Hub says")
-                file.write(piece)
-                progress(there)
-                pace.took(len(piece))
+            if there and not _goes_on(response, there):
+                there = _empty(file)
+                if response.status_code in (206, 416):  # not what was asked for: without a range it cannot be told
+                    response.close()
+                    go_on()
+                    return
+            _raise_for_status(response)
+            if not there and response.status_code != 200:
+                raise HubError(f"the Hub answered {response.status_code} for {show(remote.path)} of {repo}")
+            _append(response, remote, repo, file, there, limit, progress)
         file.flush()
-        if remote.size is not None and there != remote.size:
+        if remote.size is not None and file.tell() != remote.size:
             raise HubError(f"{show(remote.path)} of {repo} is smaller than the Hub says")
 
     while True:
@@ -130,8 +125,48 @@ def get_file(
 
 
 def _open(url: str, headers: dict[str, str]) -> AbstractContextManager[Any]:
+    session = get_session()
+    # It is one for all tenants, and a cookie that one of their tokens brought would let the next ones in.
+    session.cookies.jar.set_policy(_NO_COOKIES)
     # Numbers and not the client's own class, which has another name in each of its versions.
-    return get_session().stream("GET", url, headers=headers, timeout=(CONNECT_S, STALL_S, STALL_S, STALL_S))
+    return session.stream("GET", url, headers=headers, timeout=(CONNECT_S, STALL_S, STALL_S, STALL_S))
+
+
+def _append(
+    response: Any,
+    remote: RemoteFile,
+    repo: str,
+    file: BinaryIO,
+    there: int,
+    limit: int,
+    progress: Callable[[int], None],
+) -> None:
+    pace = Pace()
+    for piece in response.iter_bytes():
+        there += len(piece)
+        if there > limit and remote.size is None:
+            raise AdapterRefused(AdapterFault.ADAPTER_TOO_LARGE, f"the files of {repo} have more than is fetched")
+        if there > limit:
+            raise HubError(f"{show(remote.path)} of {repo} is larger than the Hub says")
+        file.write(piece)
+        progress(there)
+        pace.took(len(piece))
+
+
+def _raise_for_status(response: Any) -> None:
+    """Raise the client's errors by what the headers say: it would read the body to its end, however long that takes."""
+    if response.status_code >= 400:
+        headers = [(name, value) for name, value in response.headers.raw if name.lower().startswith(_TELLING)]
+        hf_raise_for_status(type(response)(response.status_code, headers=headers, request=response.request))
+
+
+def _goes_on(response: Any, there: int) -> bool:
+    """Whether an answer is the file's own bytes from `there` on, or a failure that says nothing about them."""
+    if response.status_code not in (200, 206, 416):
+        return True
+    span = str(response.headers.get("Content-Range", ""))
+    is_plain = response.headers.get("Content-Encoding", "identity") == "identity"
+    return response.status_code == 206 and is_plain and span.startswith(f"bytes {there}-")
 
 
 def _empty(file: BinaryIO) -> int:

@@ -4,48 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fake_hub import COMMIT, Answer, FakeHub, serve
+from hub_pulls import FILES, pull, refusal
 from huggingface_hub import constants, hf_hub_download
-from raw_adapters import GEOMETRY, container, plain_tensors, write
+from raw_adapters import GEOMETRY, container, plain_tensors
 
-from loraserve.errors import AdapterError
 from loraserve.lora import hub_errors, hub_get
 from loraserve.lora.format import parse_adapter
-from loraserve.lora.hub import HubRepo, fetch_hub
-from loraserve.lora.sources import FetchedFolder
+from loraserve.lora.hub import HubRepo
 from loraserve.lora.store import AdapterStore
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    monkeypatch.setattr(hub_errors, "sleep", lambda seconds: None)
-    folder = write(tmp_path / "made")
-    files = {path.name: path.read_bytes() for path in folder.iterdir()}
-    deep = {f"checkpoints/5/{name}": data for name, data in files.items()}
-    waste = {"optimizer.pt": b"x", "training_args.bin": b"x", "README.md": b"x", "chat_template.jinja": b"{{ x }}"}
-    with serve(FakeHub({"org/sql": files | deep | waste})) as running:
-        yield running
-
-
-SQL = HubRepo("org/sql")
-
-
-def pull(hub: FakeHub, tmp_path: Path, place: HubRepo = SQL, **options: object) -> FetchedFolder:
-    return fetch_hub(place, cache_dir=tmp_path / "cache", endpoint=hub.endpoint, **options)
-
-
-def refusal(hub: FakeHub, tmp_path: Path, place: HubRepo = SQL, **options: object) -> tuple[str, int]:
-    with pytest.raises(AdapterError) as caught:
-        pull(hub, tmp_path, place, **options)
-    assert hub.endpoint not in caught.value.message
-    return caught.value.code, caught.value.http_status
 
 
 def test_only_the_needed_files(hub: FakeHub, tmp_path: Path) -> None:
@@ -236,9 +206,6 @@ def test_a_hub_that_does_not_answer(hub: FakeHub, tmp_path: Path, monkeypatch: p
     hub.spoil = lambda method, path, count: Answer(200, stall_s=0.3)
     assert refusal(hub, tmp_path) == ("hub_timeout", 504)
     assert len(hub.requests) == 2
-
-
-FILES = ["adapter_config.json", "adapter_model.safetensors"]
 
 
 @pytest.mark.parametrize("name", FILES)
