@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loraserve.kernels import cpu_affine, cpu_attention, cpu_linear, cpu_lora_plan, cpu_pointwise
+from loraserve.kernels import cpu_affine, cpu_attention_plan, cpu_linear, cpu_lora_plan, cpu_pointwise
 from loraserve.kernels.huge_pages import Arena
 from loraserve.kernels.metadata import AttentionBatch, LoraSegments, LoraTarget
 from loraserve.kernels.ops import PackedLinear
@@ -43,7 +43,7 @@ class _AttentionStep:
     """Plans of one step's attention, one per window size."""
 
     batch: AttentionBatch
-    plans: dict[int | None, cpu_attention.AttentionPlan] = field(default_factory=dict)
+    plans: dict[int | None, cpu_attention_plan.AttentionPlan] = field(default_factory=dict)
 
 
 class CpuOps:
@@ -144,8 +144,8 @@ class CpuOps:
             self._attention = _AttentionStep(batch)
         plans = self._attention.plans
         if window not in plans:
-            plans[window] = cpu_attention.plan_attention(batch, window)
-        return cpu_attention.attend(q, k_cache, v_cache, plans[window], scale, self.workers)
+            plans[window] = cpu_attention_plan.plan_attention(batch, window)
+        return cpu_attention_plan.attend(q, k_cache, v_cache, plans[window], scale, self.workers)
 
     def act_and_mul(self, x: Tensor, activation: str) -> Tensor:
         """x: [n, 2·m] → new [n, m]. Semantics: see the reference. Raises `ConfigError` for an unknown activation."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from loraserve.kernels import cpu_affine, cpu_attention, cpu_lora_plan, cpu_pointwise
+from loraserve.kernels import cpu_affine, cpu_attention, cpu_attention_plan, cpu_lora_plan, cpu_pointwise
 from loraserve.kernels.metadata import AttentionBatch, LoraSegments, LoraTarget
 from loraserve.kernels.reference import ACTIVATIONS
 
@@ -48,7 +48,7 @@ def _attention(ops: CpuOps) -> None:
         max_q_len=1,
     )
     ops.attention(q, cache, cache, batch, 1.0, None)
-    plan = cpu_attention.plan_attention(batch, None)
+    plan = cpu_attention_plan.plan_attention(batch, None)
     arrays = [q.numpy(), cache.numpy(), cache.numpy(), plan.locations, plan.items, plan.ends]
     cpu_attention.decode_parallel(*arrays, np.float32(1), torch.empty_like(q).numpy(), ops.workers)
 

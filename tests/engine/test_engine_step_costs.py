@@ -116,7 +116,7 @@ def test_python_calls_for_a_row_are_few(driver: Driver, adapters: int) -> None:
     few, many = one_step(driver, 4, adapters)[1], one_step(driver, 24, adapters)[1]
     assert (many.total() - few.total()) / 20 <= 45, (many - few).most_common(8)
     # Kernels take whole steps: nothing in these rooms is called more often for more rows.
-    for file in ("decoder.py", "layers.py", "cpu_backend.py", "cpu_linear.py", "cpu_attention.py"):
+    for file in ("decoder.py", "layers.py", "cpu_backend.py", "cpu_linear.py", "cpu_attention_plan.py"):
         assert many[file] == few[file], file
 
 

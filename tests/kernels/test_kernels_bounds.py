@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from loraserve.kernels import cpu_attention
+from loraserve.kernels import cpu_attention_plan
 from loraserve.kernels.cpu_backend import CpuOps
 from loraserve.kernels.cpu_linear import linear_parallel, pack
 from loraserve.kernels.cpu_simd import LANES, TILE_COLUMNS, TILE_ROWS
@@ -66,7 +66,7 @@ def test_attention(
     fenced: Any, head_dim: int, workers: int, lens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The table's last row comes between others, and is shorter than what is asked for ahead."""
-    monkeypatch.setattr(cpu_attention, "_SERIAL_WORK", 0)
+    monkeypatch.setattr(cpu_attention_plan, "_SERIAL_WORK", 0)
     rows, heads, kv_heads, width = [0, 3, 1, 2], 5, 1, max(lens)
     ops = CpuOps(2)
     ops.workers = workers
