@@ -22,6 +22,7 @@ from loraserve.engine.static_step import StaticStep
 from loraserve.engine.warm_up import warm_up
 from loraserve.errors import ConfigError
 from loraserve.kernels.dispatch import select_ops
+from loraserve.kernels.huge_pages import fill_ahead
 from loraserve.kvcache.manager import CacheManager
 from loraserve.kvcache.pool import KVCache
 from loraserve.lora.affine import BaseWeights
@@ -36,6 +37,8 @@ from loraserve.models.loading import load_decoder, resolve_dtype, resolve_model_
 from loraserve.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
+
+_READY_KV_BYTES = 2**28  # of KV memory on a CPU that is taken before it is written
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,8 @@ def build_engine(
     plan = plan_memory(config, device, per_token, max_context, step_need)
     # One location more than there are to hand out: padding of captured steps writes there.
     kv = KVCache(shape.num_layers, plan.kv_tokens + 1, shape.num_kv_heads, shape.head_dim, dtype, device)
+    if device.type == "cpu":
+        fill_ahead([*kv.k, *kv.v], _READY_KV_BYTES)
     cache = CacheManager(config.cache, plan.kv_tokens, config.scheduler.max_running, max_context)
     base = CheckpointRows(path, shape, dtype)
     fixed_tables = graph_device is not None or (device.type == "cuda" and ops.name == "triton")

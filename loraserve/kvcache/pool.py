@@ -16,7 +16,7 @@ class KVCache:
 
     All zero at first, so that a masked read of an unused location meets a finite number. On a GPU the memory is taken
     at once; on a CPU the system hands out pages as they are first written, so that a large pool costs no start-up
-    time and no memory that is not used. Raises `ConfigError` for a size without elements.
+    time and hardly any memory that is not used. Raises `ConfigError` for a size without elements.
     """
 
     def __init__(
