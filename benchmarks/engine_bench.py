@@ -95,7 +95,7 @@ class BenchEngine:
             model=ModelConfig(**settings),
             cache=CacheConfig(kv_memory=kv_bytes),
             lora=LoraConfig(lora_memory=lora_bytes, host_lora_memory=4 * GIB),
-            scheduler=SchedulerConfig(max_running=max_running, max_step_tokens=2048),
+            scheduler=SchedulerConfig(max_running=max_running, max_step_tokens=2048, max_step_s=60.0),
         )
         self.parts = build_engine(self.config)
         self.loop = self.parts.loop
@@ -173,11 +173,30 @@ class BenchEngine:
                 clock.end_step(seconds, wanted)
         return times[1:][:steps]
 
-    def gemms(self, rows: int) -> Callable[[], float]:
-        """A call that runs the base linears of one step over `rows` rows, lm_head too, and returns its seconds."""
+    def prefill_steps(self, tokens: int, steps: int, adapters: int = 0, rank: int = 16) -> list[float]:
+        """Seconds of `steps` steps, each of which prefills one new prompt of `tokens`, of the adapters in turn."""
+        versions = [self.adapter(index, rank) for index in range(adapters)]
+        times: list[float] = []
+        for index in range(steps):
+            self.ask(self.prompt(tokens), 1, versions[index % adapters] if adapters else None)
+            start = time.perf_counter()
+            count = 0
+            while self.loop.busy:
+                count += self.loop.step()
+                self.loop.take_outputs()
+            times.append(time.perf_counter() - start)
+            if count != 1:
+                raise RuntimeError(f"a prompt of {tokens} tokens took {count} steps")
+        return times
+
+    def gemms(self, rows: int, head_rows: int | None = None) -> Callable[[], float]:
+        """A call that runs the base linears of one step over `rows` rows and returns its seconds.
+
+        lm_head sees `head_rows` (None: all), as of prompts only the last token goes through it.
+        """
         layers, head = self.decoder.weights.layers, self.decoder.weights.lm_head
         inputs = {linear.in_features: torch.randn(rows, linear.in_features) for linear in _linears(layers[0])}
-        inputs[head.in_features] = torch.randn(rows, head.in_features)
+        last = torch.randn(rows if head_rows is None else head_rows, head.in_features)
 
         def run() -> float:
             with torch.no_grad():
@@ -185,7 +204,7 @@ class BenchEngine:
                 for layer in layers:
                     for linear in _linears(layer):
                         linear(inputs[linear.in_features])
-                head(inputs[head.in_features])
+                head(last)
                 return time.perf_counter() - start
 
         return run

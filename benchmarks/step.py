@@ -31,11 +31,11 @@ Kernels = Annotated[str, typer.Option(help="Backend, as for serve.")]
 _STEPS = 16  # decode steps of each turn
 
 
-def _engine(threads: int | None, kernels: str) -> Any:
+def _engine(threads: int | None, kernels: str, **settings: Any) -> Any:
     configure_threads(threads)
     from benchmarks.engine_bench import BenchEngine
 
-    return BenchEngine(kernels=kernels)
+    return BenchEngine(kernels=kernels, **settings)
 
 
 def _ms(seconds: float) -> str:
@@ -73,6 +73,32 @@ def table(
         print(f"\n{title}: {_ms(everything / len(clock.steps))} ms a step with the clocks on")
         for kind, seconds in sorted(clock.seconds.items(), key=lambda item: -item[1]):
             print(f"  {kind:<18}{seconds / everything:>7.1%}{clock.calls[kind]:>8} calls")
+    engine.close()
+
+
+@app.command()
+def prefill(
+    tokens: Annotated[int, typer.Option(help="Prompt tokens of the step, all of one request.")] = 256,
+    adapters: Adapters = 8,
+    rank: Rank = 16,
+    rounds: Rounds = 5,
+    threads: Threads = None,
+    kernels: Kernels = "auto",
+) -> None:
+    """Prefill steps: the share of the bare GEMMs' rate that is reached, and what an adapter costs."""
+    engine = _engine(threads, kernels, kv_bytes=2**28)  # small, so that it has been written before, as in a long run
+    gemms = engine.gemms(tokens, head_rows=1)
+    found: dict[str, list[float]] = {"gemms": [], "base": [], "adapter": []}
+    for _ in range(rounds + 1):
+        found["gemms"].append(statistics.median(gemms() for _ in range(5)))
+        found["base"].append(statistics.median(engine.prefill_steps(tokens, 8)))
+        found["adapter"].append(statistics.median(engine.prefill_steps(tokens, 8, adapters, rank)))
+    for name, times in found.items():
+        del times[0]  # whatever is done for the first time
+        print(f"{name:<8} {_ms(statistics.median(times)):>7} ms  (rounds: {', '.join(map(_ms, times))})")
+    rate = [bare / base for base, bare in zip(found["base"], found["gemms"], strict=True)]
+    tax = [1 - base / mixed for base, mixed in zip(found["base"], found["adapter"], strict=True)]
+    print(f"share of the bare GEMMs' rate: {statistics.median(rate):.1%}   LoRA tax: {statistics.median(tax):.1%}")
     engine.close()
 
 

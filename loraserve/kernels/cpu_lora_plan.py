@@ -14,7 +14,7 @@ from loraserve.kernels.metadata import LoraSegments, LoraTarget
 
 Array = np.ndarray[Any, Any]
 
-SERIAL_WORK = 1 << 14  # multiply-adds below which one thread is faster than waking the others
+SERIAL_WORK = 1 << 16  # multiply-adds below which one thread is faster than waking the others
 
 
 @dataclass(slots=True)
