@@ -160,7 +160,9 @@ def zipf_traffic(plan: Plan) -> dict[str, float]:
     rng = random.Random(0)
     weights = [1 / (index + 1) for index in range(plan.adapters)]
     names = [f"small-{index}" for index in rng.choices(range(plan.adapters), weights, k=plan.requests)]
-    with server(plan, data, "--max-lora-slots", str(plan.slots), "--host-lora-memory", "64MiB") as live:
+    pools = {"--kv-memory": 256, "--lora-memory": 256, "--host-lora-memory": 512}  # MiB
+    flags = [text for flag, size in pools.items() for text in (flag, f"{size}MiB")]
+    with server(plan, data, "--max-lora-slots", str(plan.slots), *flags) as live:
         engine = psutil.Process(live.engine_pid)
         before = engine.memory_info().rss
         peak = before
@@ -188,6 +190,7 @@ def zipf_traffic(plan: Plan) -> dict[str, float]:
         "mean first token warm, s": mean["warm"],
         "mean first token cold, s": mean["cold"],
         "RSS growth of the engine, MiB": (peak - before) / 2**20,
+        "room of its pools, MiB": float(sum(pools.values())),
     }
 
 
