@@ -13,6 +13,7 @@ LAYERS = {
     "config": 0,
     "sampling": 0,
     "compat": 0,
+    "logs": 0,
     "kernels": 1,
     "kvcache": 2,
     "lora": 2,

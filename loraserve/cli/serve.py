@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import typing
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from loraserve.config import (
     parse_bytes,
 )
 from loraserve.errors import ConfigError
+from loraserve.logs import configure_logging
 
 PANELS: dict[type[Any], str] = {
     ModelConfig: "Model",
@@ -48,7 +48,9 @@ def add_serve(app: typer.Typer, run: Callable[[ServeConfig], int] | None = None)
 
     def serve(**values: Any) -> None:
         config = make_config(values)
-        _configure_logging(config.server.log_level)
+        configure_logging(config.server.log_level)
+        # The engine process configures its own logging and asks here.
+        os.environ["LORASERVE_LOG_LEVEL"] = config.server.log_level
         if run is not None:
             raise typer.Exit(run(config))
         # Imported late: `--help` must not wait for a web framework.
@@ -143,11 +145,3 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
 
 def _say(line: str) -> None:
     print(line, flush=True)
-
-
-def _configure_logging(level: str) -> None:
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # The engine process configures its own logging and asks here.
-    os.environ["LORASERVE_LOG_LEVEL"] = level
-    for noisy in ("httpx", "httpcore", "filelock", "asyncio"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)

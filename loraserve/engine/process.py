@@ -14,16 +14,14 @@ import time
 from loraserve.config import EngineConfig
 from loraserve.engine.messages import decode_config
 from loraserve.kernels.threads import configure_threads
+from loraserve.logs import configure_logging
 
 logger = logging.getLogger(__name__)
 
 
 def main() -> int:
     """Serve until told to stop or until the parent is gone."""
-    logging.basicConfig(
-        level=os.environ.get("LORASERVE_LOG_LEVEL", "INFO").upper(),
-        format="%(asctime)s %(levelname)s engine %(name)s: %(message)s",
-    )
+    configure_logging(os.environ.get("LORASERVE_LOG_LEVEL", "INFO"), "engine ")
     # The server decides when to stop: a Ctrl-C in a terminal reaches both processes, and requests still drain.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -44,6 +44,10 @@ class Alias:
     visibility: Visibility = "public"
     last_used_at: float | None = None  # seconds since the epoch
 
+    def is_visible_to(self, tenant: str) -> bool:
+        """Whether a tenant may name it."""
+        return self.visibility == "public" or self.owner == tenant
+
 
 def version_record(row: tuple[Any, ...]) -> VersionRecord:
     """A row of `versions`."""

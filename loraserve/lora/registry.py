@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import sqlite3
-import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from loraserve.errors import (
     AdapterInUse,
     AdapterNotFound,
     AmbiguousVersion,
-    DiskFull,
-    LoraserveError,
     NameTaken,
-    StorageFailed,
 )
+from loraserve.lora.database import Database
 from loraserve.lora.history import (
     HistoryRow,
     NameVersion,
@@ -37,51 +33,6 @@ from loraserve.lora.spec import AdapterSource
 
 __all__ = ["Alias", "NameVersion", "Registry", "VersionRecord", "VersionUse"]
 
-SCHEMA_VERSION = 3
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS versions (
-    version TEXT PRIMARY KEY,
-    source TEXT NOT NULL,
-    report TEXT NOT NULL,
-    files TEXT NOT NULL,
-    created_at REAL NOT NULL,
-    tier TEXT NOT NULL DEFAULT 'disk',  -- where a server had it when it last looked
-    doomed INTEGER NOT NULL DEFAULT 0  -- to be deleted when the last process lets go of it
-) STRICT;
-CREATE TABLE IF NOT EXISTS aliases (
-    name TEXT PRIMARY KEY,
-    version TEXT NOT NULL REFERENCES versions(version),
-    source TEXT NOT NULL,
-    pinned INTEGER NOT NULL,
-    loaded_at REAL NOT NULL,
-    owner TEXT NOT NULL DEFAULT '',  -- the tenant that a private name belongs to
-    visibility TEXT NOT NULL DEFAULT 'public',
-    last_used_at REAL
-) STRICT;
-CREATE TABLE IF NOT EXISTS history (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,
-    name TEXT NOT NULL,
-    version TEXT,  -- NULL: the name was removed
-    source TEXT,
-    at REAL NOT NULL,
-    origin INTEGER  -- of a rollback: the entry that it went back to
-) STRICT;
-CREATE INDEX IF NOT EXISTS history_by_name ON history(name, id);
-CREATE INDEX IF NOT EXISTS aliases_by_version ON aliases(version);
-"""
-_MIGRATIONS: dict[int, str] = {
-    1: """
-ALTER TABLE versions ADD COLUMN tier TEXT NOT NULL DEFAULT 'disk';
-ALTER TABLE aliases ADD COLUMN owner TEXT NOT NULL DEFAULT '';
-ALTER TABLE aliases ADD COLUMN visibility TEXT NOT NULL DEFAULT 'public';
-ALTER TABLE aliases ADD COLUMN last_used_at REAL;
-ALTER TABLE history ADD COLUMN origin INTEGER;
-""",
-    2: "ALTER TABLE versions ADD COLUMN doomed INTEGER NOT NULL DEFAULT 0",
-}
-"""From each former schema to the next."""
-
 _VERSION = "SELECT version, source, report, files, created_at, tier FROM versions"
 _ALIAS = "SELECT name, version, source, pinned, loaded_at, owner, visibility, last_used_at FROM aliases"
 
@@ -93,33 +44,18 @@ class Registry:
     """
 
     def __init__(self, file: Path) -> None:
-        self._lock = threading.RLock()
-        with _database_errors():
-            self._connection = sqlite3.connect(file, timeout=30, isolation_level=None, check_same_thread=False)
-            self._connection.execute("PRAGMA journal_mode=WAL")
-            self._connection.execute("PRAGMA synchronous=FULL")
-            self._connection.execute("PRAGMA foreign_keys=ON")
-        with self._transaction() as db:
-            found = db.execute("PRAGMA user_version").fetchone()[0]
-            if found > SCHEMA_VERSION:
-                raise StorageFailed(f"the adapter store was written by a newer version (schema {found})")
-            # 0 is a new file. Each statement by itself: `executescript` would end the transaction.
-            scripts = [_MIGRATIONS[number] for number in range(found, SCHEMA_VERSION) if found] or [_SCHEMA]
-            for statement in ";".join(scripts).split(";") if found < SCHEMA_VERSION else ():
-                db.execute(statement)
-            db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+        self._database = Database(file)
 
     def close(self) -> None:
         """Close the file."""
-        with self._lock:
-            self._connection.close()
+        self._database.close()
 
     # -- versions -------------------------------------------------------------------------------------------------
 
     def add_version(self, record: VersionRecord) -> VersionRecord:
         """Record a version. One that is known stays as it was, but for its list of files and the report, whose warnings
         are of the config that was read last. Returns what is recorded."""
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             db.execute(
                 "INSERT INTO versions(version, source, report, files, created_at) VALUES (?, ?, ?, ?, ?) "
                 "ON CONFLICT(version) DO UPDATE SET files = excluded.files, report = excluded.report, doomed = 0",
@@ -135,17 +71,17 @@ class Registry:
 
     def version(self, version: str) -> VersionRecord:
         """The record of a version. Raises `AdapterNotFound`."""
-        with self._transaction(write=False) as db:
+        with self._database.transaction(write=False) as db:
             return self._version(db, version)
 
     def knows(self, version: str) -> bool:
         """Whether the version is recorded."""
-        with self._transaction(write=False) as db:
+        with self._database.transaction(write=False) as db:
             return db.execute("SELECT 1 FROM versions WHERE version = ?", (version,)).fetchone() is not None
 
     def versions(self) -> list[VersionRecord]:
         """All versions, oldest first."""
-        with self._transaction(write=False) as db:
+        with self._database.transaction(write=False) as db:
             rows = db.execute(f"{_VERSION} ORDER BY created_at, version").fetchall()
         return [version_record(row) for row in rows]
 
@@ -163,7 +99,7 @@ class Registry:
 
     def delete_version(self, version: str) -> None:
         """Forget a version. Raises `AdapterNotFound`, or `AdapterInUse` while a name points at it."""
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             self._version(db, version)
             name = db.execute("SELECT name FROM aliases WHERE version = ?", (version,)).fetchone()
             if name is not None:
@@ -175,7 +111,7 @@ class Registry:
 
         Only those that are `free` (None: all) go now, the others are doomed.
         """
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             unneeded = sorted(set(versions) - live_versions(db))
             unneeded = [version for version in unneeded if self._has(db, version)]
             gone = [version for version in unneeded if free is None or version in free]
@@ -186,13 +122,13 @@ class Registry:
 
     def templates(self) -> set[str]:
         """Hashes of the chat templates that a version, a name, or what a name could be rolled back to has."""
-        with self._transaction(write=False) as db:
+        with self._database.transaction(write=False) as db:
             return live_templates(db)
 
     def num_bytes(self) -> int:
         """Bytes of the files of all versions."""
         query = "SELECT COALESCE(SUM(json_extract(value, '$[1]')), 0) FROM versions, json_each(versions.files)"
-        with self._transaction(write=False) as db:
+        with self._database.transaction(write=False) as db:
             return int(db.execute(query).fetchone()[0])
 
     # -- names ----------------------------------------------------------------------------------------------------
@@ -207,17 +143,21 @@ class Registry:
         replace: bool = False,
         owner: str = "",
         visibility: Visibility | None = None,
+        tenant: str | None = None,
     ) -> Alias:
-        """Point a name at a version. `source` defaults to the version's, `visibility` to public.
+        """Point a name at a version. `source` defaults to the version's, `visibility` to what it was, or public.
 
         With another chat template it is another thing to have under a name, as another version is. The same thing again
-        changes only the pin, and owner and visibility if `visibility` is given. Raises
-        `AdapterNotFound` for an unknown version, `NameTaken` if the name points elsewhere and not `replace`.
+        changes only the pin, and owner and visibility if `visibility` is given. `tenant`: who asks (None: an operator).
+        Raises `AdapterNotFound` for an unknown version, `NameTaken` if the name points elsewhere and not `replace`, or
+        is private and not this tenant's.
         """
         check_name(name)
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             record = self._version(db, version)
             current = self._alias(db, name)
+            if current is not None and tenant is not None and not current.is_visible_to(tenant):
+                raise NameTaken(f"{name!r} is taken", param="name")
             template = (record.source if source is None else source).chat_template
             if current is not None and (current.version, current.source.chat_template) == (version, template):
                 db.execute("UPDATE aliases SET pinned = ? WHERE name = ?", (pinned, name))
@@ -228,6 +168,8 @@ class Registry:
             else:
                 now, encoded = time.time(), encode(source or record.source)
                 used = None if current is None else current.last_used_at
+                if visibility is None and current is not None:  # a private name's next content is as private
+                    owner, visibility = current.owner, current.visibility
                 row = (name, version, encoded, pinned, now, owner, visibility or "public", used)
                 db.execute("INSERT OR REPLACE INTO aliases VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
                 db.execute("UPDATE versions SET doomed = 0 WHERE version = ?", (version,))
@@ -239,7 +181,7 @@ class Registry:
 
         Raises `AdapterNotFound`, `NoOlderVersion`, `AmbiguousVersion`.
         """
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             alias = self._require_alias(db, name)
             target = self._target(db, name, to)
             if target.version != alias.version:
@@ -253,20 +195,20 @@ class Registry:
 
     def rollback_target(self, name: str, to: str | None = None) -> str:
         """The version that `roll_back` would choose now. Raises as it does."""
-        with self._transaction(write=False) as db:
+        with self._database.transaction(write=False) as db:
             self._require_alias(db, name)
             return self._target(db, name, to).version
 
     def set_pinned(self, name: str, pinned: bool) -> Alias:
         """Pin or unpin a name. Raises `AdapterNotFound`."""
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             self._require_alias(db, name)
             db.execute("UPDATE aliases SET pinned = ? WHERE name = ?", (pinned, name))
             return self._require_alias(db, name)
 
     def remove_alias(self, name: str) -> Alias:
         """Take a name away; returns what it was. Raises `AdapterNotFound`."""
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             alias = self._require_alias(db, name)
             db.execute("DELETE FROM aliases WHERE name = ?", (name,))
             note(db, name, None, None, time.time())
@@ -274,7 +216,7 @@ class Registry:
 
     def note_use(self, last_used: Mapping[str, float], tiers: Mapping[str, str] | None = None) -> None:
         """Record when names were last used and, if given, the only versions that are not on disk alone."""
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             db.executemany(
                 "UPDATE aliases SET last_used_at = ? WHERE name = ?", [(at, name) for name, at in last_used.items()]
             )
@@ -286,29 +228,29 @@ class Registry:
 
     def registered(self) -> list[tuple[Alias, VersionRecord]]:
         """Every name with its version, by name."""
-        with self._transaction(write=False) as db:
+        with self._database.transaction(write=False) as db:
             records = {row[0]: version_record(row) for row in db.execute(_VERSION)}
             aliases = [alias_record(row) for row in db.execute(f"{_ALIAS} ORDER BY name")]
         return [(alias, records[alias.version]) for alias in aliases]
 
     def data_version(self, *, wait: bool = True) -> int | None:
-        """A number that changes when another connection has changed the file; None if not `wait` and it is in use."""
-        if not self._lock.acquire(blocking=wait):
-            return None
-        try:
-            with _database_errors():
-                return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
-        finally:
-            self._lock.release()
+        """See `Database.data_version`."""
+        return self._database.data_version(wait=wait)
+
+    def names_mark(self) -> int:
+        """A number that changes with what names mean and whose they are, but not with their use."""
+        with self._database.transaction(write=False) as db:
+            query = "SELECT name, version, pinned, loaded_at, owner, visibility FROM aliases ORDER BY name"
+            return hash(tuple(db.execute(query)))
 
     def alias(self, name: str) -> Alias:
         """What a name points at. Raises `AdapterNotFound`."""
-        with self._transaction(write=False) as db:
+        with self._database.transaction(write=False) as db:
             return self._require_alias(db, name)
 
     def aliases(self) -> list[Alias]:
         """All names, in order."""
-        with self._transaction(write=False) as db:
+        with self._database.transaction(write=False) as db:
             return [alias_record(row) for row in db.execute(f"{_ALIAS} ORDER BY name")]
 
     def resolve(self, name: AdapterName) -> str:
@@ -317,7 +259,7 @@ class Registry:
         Only versions that the name had since it was last removed count, and only if they are still stored. Raises
         `AdapterNotFound` and `AmbiguousVersion`.
         """
-        with self._transaction(write=False) as db:
+        with self._database.transaction(write=False) as db:
             alias = self._require_alias(db, name.name)
             fitting = {alias.version} if alias.version.startswith(name.prefix) else set()
             if name.prefix:
@@ -331,7 +273,7 @@ class Registry:
 
     def versions_of(self, name: str) -> list[VersionUse]:
         """The whole history of a name, newest first. Raises `AdapterNotFound` if it never existed."""
-        with self._transaction(write=False) as db:
+        with self._database.transaction(write=False) as db:
             uses = all_uses(db, name, self._alias(db, name) is not None)
         if not uses:
             raise AdapterNotFound(f"no adapter was ever registered as {name!r}")
@@ -342,26 +284,15 @@ class Registry:
 
         Raises `AdapterNotFound`.
         """
-        with self._transaction(write=False) as db:
+        with self._database.transaction(write=False) as db:
             alias = self._require_alias(db, name)
             rows = [row for row in live_rows(db, name) if self._has(db, row.version)]
         return names_versions(rows, alias.version)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _transaction(self, *, write: bool = True) -> Iterator[sqlite3.Connection]:
-        with self._lock, _database_errors():
-            self._connection.execute("BEGIN IMMEDIATE" if write else "BEGIN")
-            try:
-                yield self._connection
-            except BaseException:
-                self._connection.execute("ROLLBACK")
-                raise
-            self._connection.execute("COMMIT")
-
     def _versions_where(self, condition: str) -> list[str]:
-        with self._transaction(write=False) as db:
+        with self._database.transaction(write=False) as db:
             return [row[0] for row in db.execute(f"SELECT version FROM versions WHERE {condition} ORDER BY created_at")]
 
     def _version(self, db: sqlite3.Connection, version: str) -> VersionRecord:
@@ -386,15 +317,3 @@ class Registry:
         if alias is None:
             raise AdapterNotFound(f"no adapter is registered as {name!r}")
         return alias
-
-
-@contextmanager
-def _database_errors() -> Iterator[None]:
-    try:
-        yield
-    except LoraserveError:
-        raise
-    except sqlite3.Error as error:
-        if getattr(error, "sqlite_errorname", "") == "SQLITE_FULL" or "disk is full" in str(error):
-            raise DiskFull("no room left for the adapter store's database") from error
-        raise StorageFailed(f"the adapter store's database failed: {error}") from error

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -75,7 +76,7 @@ class AdapterStore:
                 self._forget_free(left)
                 orphans = self._take_orphans()
                 self._collect_templates()
-                self._seen = self._registry.data_version()
+                self._seen, self._mark = self._registry.data_version(), self._registry.names_mark()
             _empty(orphans)
 
     def __enter__(self) -> AdapterStore:
@@ -128,7 +129,7 @@ class AdapterStore:
                     self._move_in(copy, version)
                 if template is not None:  # not before, as a refused adapter leaves nothing, nor after its record
                     self.templates.keep(template)
-                added = self._registry.add_version(record if kept is None else _with_files(record, kept))
+                added = self._registry.add_version(record if kept is None else replace(record, files=kept))
                 if hold:
                     self._holds.hold(version)
                 return added
@@ -268,11 +269,11 @@ class AdapterStore:
         replace: bool = False,
         owner: str = "",
         visibility: Visibility | None = None,
+        tenant: str | None = None,
     ) -> Alias:
         """Point a name at a version; see `Registry.set_alias`."""
-        return self._registry.set_alias(
-            name, version, source=source, pinned=pinned, replace=replace, owner=owner, visibility=visibility
-        )
+        set_alias = partial(self._registry.set_alias, name, version, source=source, pinned=pinned, replace=replace)
+        return set_alias(owner=owner, visibility=visibility, tenant=tenant)
 
     def roll_back(self, name: str, to: str | None = None) -> Alias:
         """Point a name at a version that it had; see `Registry.roll_back`."""
@@ -295,15 +296,15 @@ class AdapterStore:
         return self._registry.registered()
 
     def changed_by_others(self, *, wait: bool = True) -> bool:
-        """Whether another process has changed the registry since the last call.
+        """Whether another process has changed what names mean since the last call.
 
         Without `wait` it never waits for a write of this process; then a change may be told by a later call.
         """
         found = self._registry.data_version(wait=wait)
         if found is None or found == self._seen:
             return False
-        self._seen = found
-        return True
+        self._seen, before, self._mark = found, self._mark, self._registry.names_mark()
+        return self._mark != before  # else it noted their use only
 
     def remove_alias(self, name: str) -> Alias:
         """Take a name away; its version stays. Raises `AdapterNotFound`."""
@@ -386,10 +387,6 @@ class AdapterStore:
 def _empty(graves: Iterable[Path]) -> None:
     for grave in graves:
         shutil.rmtree(grave, ignore_errors=True)
-
-
-def _with_files(record: VersionRecord, files: tuple[CopiedFile, ...]) -> VersionRecord:
-    return VersionRecord(record.version, record.source, record.report, files, record.created_at)
 
 
 def _sha256(folder: AdapterFolder, name: str) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping
 from math import isfinite
 from typing import Literal
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse, Response
 
 from loraserve.engine.messages import AdapterStatus
 from loraserve.errors import EngineDead, EngineNotReady, InvalidRequest, LoraserveError
@@ -33,11 +34,18 @@ from loraserve.server.strict_body import StrictRoute
 
 DEFAULT_DEADLINE_S = 60.0
 MAX_DEADLINE_S = 86_400.0
+AT_ONCE = 50
+"""Adapters that are described without a pause."""
 
 
 def admin_router(state: ServerState) -> APIRouter:
     """Routes under `/adapters`; authorisation is the app's."""
-    router = APIRouter(tags=["adapters"], route_class=StrictRoute)
+
+    async def see_changes() -> None:
+        """What other processes of the data folder did belongs to what operators see and change."""
+        await state.directory.registry.see_changes(thorough=True)
+
+    router = APIRouter(tags=["adapters"], route_class=StrictRoute, dependencies=[Depends(see_changes)])
 
     @router.post(
         "/load", response_model=AdapterInfo, responses={202: {"model": AdapterInfo}}, summary="Load an adapter"
@@ -90,12 +98,17 @@ def admin_router(state: ServerState) -> APIRouter:
         entry = await state.directory.prefetch(body.name, body.to or "device")
         return await _describe(state, entry)
 
-    @router.get("", summary="List adapters")
-    async def list_adapters() -> AdapterList:
+    @router.get("", summary="List adapters", response_model=AdapterList)
+    async def list_adapters() -> Response:
         """Every registered name, and names whose load is under way or failed within the last ten minutes."""
         statuses = await _statuses(state)
+        parts = []
         entries = state.directory.entries()
-        return AdapterList(data=[describe(entry, statuses, state.directory.failure_of(entry)) for entry in entries])
+        for start in range(0, len(entries), AT_ONCE):
+            infos = [describe(each, statuses, state.directory.failure_of(each)) for each in entries[start:][:AT_ONCE]]
+            parts.append(AdapterList(data=infos).model_dump_json().removeprefix('{"data":[').removesuffix("]}"))
+            await asyncio.sleep(0)  # thousands of them must not hold up everybody's tokens
+        return Response(f'{{"data":[{",".join(parts)}]}}', media_type="application/json")
 
     # Hub names have a slash.
     @router.get("/{name:path}/versions", summary="List an adapter's versions")

@@ -47,9 +47,17 @@ class Auth:
             raise PermissionDenied("this key opens /v1, but not the admin endpoints")
         raise AuthenticationFailed("no admin key was given" if key is None else "the admin key is wrong")
 
-    def check_door(self, header: str | None) -> str:
-        """Let a controller of another server in: as an operator, or with `--open-lora-doors` as any caller of /v1."""
-        return self.check_api(header) if self._open_doors else self.check_admin(header)
+    def check_door(self, header: str | None) -> tuple[str, bool]:
+        """Let a controller of another server in: as an operator, or with `--open-lora-doors` as any caller of /v1.
+
+        Returns its tenant, and whether it is an operator. Raises as `check_admin` or `check_api`.
+        """
+        try:
+            return self.check_admin(header), True
+        except (AuthenticationFailed, PermissionDenied):
+            if not self._open_doors:
+                raise
+            return self.check_api(header), False
 
     @staticmethod
     def _tenant(key: str | None) -> str:

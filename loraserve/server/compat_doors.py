@@ -9,10 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
-from loraserve.errors import AdapterInUse, AdapterNotFound, LoraserveError, NameReserved
+from loraserve.errors import AdapterInUse, AdapterNotFound, LoraserveError, NameReserved, NameTaken
 from loraserve.server.entries import LoadOrder
 from loraserve.server.fields import check_fields
 from loraserve.server.ports import AdapterPlace
@@ -36,7 +36,7 @@ def vllm_router(state: ServerState) -> APIRouter:
     router = APIRouter(tags=["compatibility"], route_class=StrictRoute)
 
     @router.post("/load_lora_adapter", response_class=PlainTextResponse, summary="Load an adapter (as vLLM)")
-    async def load(body: VllmLoadRequest) -> Response:
+    async def load(body: VllmLoadRequest, request: Request) -> Response:
         """A name that is there is refused, unless `load_inplace` asks to replace it."""
         state.require_ready()
         # The Gateway API's side-car sends the last of these always; empty stands for the base.
@@ -46,11 +46,14 @@ def vllm_router(state: ServerState) -> APIRouter:
         if not name or not body.lora_path:
             return _vllm_error("Both 'lora_name' and 'lora_path' must be provided.", "InvalidUserInput", 400)
         inplace = bool(body.load_inplace)
+        await state.directory.registry.see_changes(thorough=True)
         if state.directory.find(name) is not None and not inplace:
             hint = "If you want to load the adapter in place, set 'load_inplace' to True."
             return _vllm_error(f"The lora adapter '{name}' has already been loaded. {hint}", "InvalidUserInput", 400)
         try:
-            await state.directory.load(LoadOrder(name=name, place=_place(state, body.lora_path), replace=inplace))
+            place = _place(state, body.lora_path)
+            order = LoadOrder(name=name, place=place, replace=inplace, tenant=_limited_to(request))
+            await state.directory.load(order)
         except LoraserveError as error:
             if error.code in _NOT_THERE:
                 missing = f"Loading lora {name} failed: No adapter found for {body.lora_path}"
@@ -59,7 +62,7 @@ def vllm_router(state: ServerState) -> APIRouter:
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     @router.post("/unload_lora_adapter", response_class=PlainTextResponse, summary="Unload an adapter (as vLLM)")
-    async def unload(body: VllmUnloadRequest) -> Response:
+    async def unload(body: VllmUnloadRequest, request: Request) -> Response:
         """The name is gone at once; running requests go on."""
         check_fields(body, {})
         name = body.lora_name
@@ -67,6 +70,7 @@ def vllm_router(state: ServerState) -> APIRouter:
             problem = "'lora_name' needs to be provided to unload a LoRA adapter."
             return _vllm_error(problem, "InvalidUserInput", 400)
         try:
+            await _check_may_unload(state, name, request)
             await state.directory.unload(name, wait=False)
         except AdapterNotFound:
             return _vllm_error(f"The lora adapter '{name}' cannot be found.", "NotFoundError", 404)
@@ -82,30 +86,48 @@ def sglang_router(state: ServerState) -> APIRouter:
     router = APIRouter(tags=["compatibility"], route_class=StrictRoute)
 
     @router.post("/load_lora_adapter", summary="Load an adapter (as SGLang)")
-    async def load(body: SglangLoadRequest) -> JSONResponse:
+    async def load(body: SglangLoadRequest, request: Request) -> JSONResponse:
         """A name that is there is refused."""
         state.require_ready()
         check_fields(body, {"lora_id": (), "added_tokens_config": ({},)})
+        await state.directory.registry.see_changes(thorough=True)
         if state.directory.find(body.lora_name) is not None:
-            return _sglang(state, f"LoRA adapter {body.lora_name} is already loaded.")
+            return _sglang(state, request, f"LoRA adapter {body.lora_name} is already loaded.")
         try:
             place = _place(state, body.lora_path)
-            await state.directory.load(LoadOrder(name=body.lora_name, place=place, pin=bool(body.pinned)))
+            tenant = _limited_to(request)
+            await state.directory.load(
+                LoadOrder(name=body.lora_name, place=place, pin=bool(body.pinned), tenant=tenant)
+            )
         except LoraserveError as error:
-            return _sglang(state, error.message)
-        return _sglang(state, None)
+            return _sglang(state, request, error.message)
+        return _sglang(state, request, None)
 
     @router.post("/unload_lora_adapter", summary="Unload an adapter (as SGLang)")
-    async def unload(body: SglangUnloadRequest) -> JSONResponse:
+    async def unload(body: SglangUnloadRequest, request: Request) -> JSONResponse:
         """Answers when its requests have ended."""
         check_fields(body, {"lora_id": ()})
         try:
+            await _check_may_unload(state, body.lora_name, request)
             await state.directory.unload(body.lora_name)
         except LoraserveError as error:
-            return _sglang(state, error.message)
-        return _sglang(state, None)
+            return _sglang(state, request, error.message)
+        return _sglang(state, request, None)
 
     return router
+
+
+def _limited_to(request: Request) -> str | None:
+    """The tenant that a caller through open doors is; None for an operator, who may see and change all."""
+    return None if request.scope["operator"] else request.scope["tenant"]
+
+
+async def _check_may_unload(state: ServerState, name: str, request: Request) -> None:
+    """Raises `AdapterNotFound` for what is not there to this caller."""
+    await state.directory.registry.see_changes(thorough=True)
+    tenant = _limited_to(request)
+    if tenant is not None and not state.directory.entry(name).is_visible_to(tenant):
+        raise AdapterNotFound(f"no adapter is registered as {name!r}", param="name")
 
 
 def _place(state: ServerState, where: str) -> AdapterPlace:
@@ -122,7 +144,7 @@ def _place(state: ServerState, where: str) -> AdapterPlace:
 
 def _vllm_failure(error: LoraserveError) -> JSONResponse:
     status = error.http_status
-    if isinstance(error, NameReserved | AdapterInUse):
+    if isinstance(error, NameReserved | NameTaken | AdapterInUse):
         status = 400
     kind = "NotFoundError" if status == 404 else "BadRequestError" if status < 500 else "InternalServerError"
     return _vllm_error(f"{error.message} ({error.code})", kind, status)
@@ -134,7 +156,8 @@ def _vllm_error(message: str, kind: str, status: int) -> JSONResponse:
     return JSONResponse({"error": detail, "object": "error", **detail}, status_code=status)
 
 
-def _sglang(state: ServerState, error: str | None) -> JSONResponse:
-    loaded = {served.name: served.source.path or served.source.repo for served in state.directory.served()}
+def _sglang(state: ServerState, request: Request, error: str | None) -> JSONResponse:
+    served = state.directory.served(_limited_to(request))
+    loaded = {each.name: each.source.path or each.source.repo for each in served}
     body: dict[str, Any] = {"success": error is None, "error_message": error, "loaded_adapters": loaded}
     return JSONResponse(body, status_code=200 if error is None else 400)

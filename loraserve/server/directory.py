@@ -68,7 +68,9 @@ class AdapterDirectory:
         self._spawn = self._background.spawn
         self._arrivals = Arrivals(library, self._versions, MAX_IMPORTS)
         self._older = OlderVersions(library, self._versions, self._leave)
-        self._registry = RegistrySync(library, self._entries, base_name, self._serve, self._leave, self._older.take)
+        self.registry = RegistrySync(
+            library, self._entries, base_name, self._serve, self._leave, self._older.take, self._spawn
+        )
         self._on_demand = OnDemand(
             sources,
             library,
@@ -147,7 +149,7 @@ class AdapterDirectory:
         cold = False
         refs = list(refs)
         if refs:
-            await self._registry.see_changes(thorough=any(ref.name not in self._entries for ref in refs))
+            await self.registry.see_changes(thorough=any(ref.name not in self._entries for ref in refs))
         for ref in refs:
             entry = self._entries.get(ref.name)
             if ref.revision is not None or entry is None or not self._failed.is_alive(entry):
@@ -218,6 +220,7 @@ class AdapterDirectory:
             raise known from error
         finally:
             entry.flight = None
+            self.registry.landed(entry.name)
             if not self._failed.is_alive(entry) and self._entries.get(entry.name) is entry:
                 del self._entries[entry.name]
 
@@ -234,7 +237,7 @@ class AdapterDirectory:
             )
         pinned = order.pin or (before is not None and before.pinned)
         await self._versions.ensure(stored, pin=pinned, at_once=True)
-        async with self._registry.changing:
+        async with self.registry.changing:
             found = await asyncio.to_thread(
                 self._library.point,
                 order.name,
@@ -243,6 +246,7 @@ class AdapterDirectory:
                 replace=order.replace,
                 owner=order.owner,
                 visibility=order.visibility,
+                tenant=order.tenant,
             )
             self._serve(entry, found)
 
@@ -288,16 +292,17 @@ class AdapterDirectory:
             try:
                 pinned = entry.served is not None and entry.served.pinned
                 await self._versions.ensure(stored, pin=pinned, at_once=True)
-                async with self._registry.changing:
+                async with self.registry.changing:
                     self._serve(entry, await asyncio.to_thread(self._library.roll_back, entry.name, to))
             finally:
                 await self._versions.release(stored)
         finally:
             entry.flight = None
+            self.registry.landed(entry.name)
 
     async def versions(self, name: str) -> list[NameVersion]:
         """The versions of a name, newest first. Raises `AdapterNotFound`."""
-        await self._registry.see_changes(thorough=check_name(name) not in self._entries)
+        await self.registry.see_changes(thorough=check_name(name) not in self._entries)
         self.entry(name)
         return await asyncio.to_thread(self._library.versions, name)
 
@@ -306,7 +311,7 @@ class AdapterDirectory:
         entry, served = self._settled_and_served(name)
         if pinned:
             await self.warm(served, at_once=True)  # what the engine refuses is not pinned
-        async with self._registry.changing:
+        async with self.registry.changing:
             await asyncio.to_thread(self._library.set_pinned, name, pinned)
             served.pinned = pinned
         if self._versions.has(served.version):
@@ -333,7 +338,7 @@ class AdapterDirectory:
         limit_s = 0.0 if force else deadline_s
         if name not in self._entries:
             return await self._on_demand.unload(name, limit_s, wait=wait)
-        async with self._registry.changing:
+        async with self.registry.changing:
             entry = self._settled(name)  # again: waiting for the lock took time
             del self._entries[name]
             going = [] if entry.served is None else [entry.served, *self._older.take(name)]
@@ -384,10 +389,6 @@ class AdapterDirectory:
             aborted = await self._inflight.abort(served.holds, error)
             await wait_event(served.idle, ABORT_GRACE_S)
         return Retired(aborted, await self._versions.unbind(served))
-
-    async def sync(self) -> list[Registered]:
-        """Take over what the registry says; see `RegistrySync.sync`."""
-        return await self._registry.sync()
 
     async def close(self) -> None:
         """End what is under way, at the end of the server."""

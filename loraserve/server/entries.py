@@ -23,6 +23,7 @@ class LoadOrder:
     replace: bool = False
     owner: str = ""
     visibility: Visibility | None = None  # None: what the name has, or public
+    tenant: str | None = None  # who may only replace what it can see; None: an operator
 
 
 @dataclass(slots=True, eq=False)

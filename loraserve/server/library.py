@@ -35,6 +35,7 @@ class Names(Protocol):
         replace: bool = False,
         owner: str = "",
         visibility: Visibility | None = None,
+        tenant: str | None = None,
     ) -> Alias: ...
     def roll_back(self, name: str, to: str | None = None) -> Alias: ...
     def rollback_target(self, name: str, to: str | None = None) -> str: ...
@@ -65,6 +66,7 @@ class NameBook:
         replace: bool,
         owner: str = "",
         visibility: Visibility | None = None,
+        tenant: str | None = None,
     ) -> Registered:
         """See `AdapterLibrary`."""
         alias = self._names.set_alias(
@@ -75,6 +77,7 @@ class NameBook:
             replace=replace,
             owner=owner,
             visibility=visibility,
+            tenant=tenant,
         )
         return self._registered(alias, self._names.version(stored.version))
 

@@ -100,7 +100,7 @@ class Envelope:
         key = None if header is None else header.decode("utf-8", "surrogateescape")
         scope["tenant"] = ""
         if path in DOORS:
-            scope["tenant"] = self._auth.check_door(key)
+            scope["tenant"], scope["operator"] = self._auth.check_door(key)
         elif any(path == admin or path.startswith(f"{admin}/") for admin in _ADMIN):
             scope["tenant"] = self._auth.check_admin(key)
         elif path not in OPEN_PATHS:

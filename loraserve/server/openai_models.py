@@ -17,6 +17,7 @@ def models_router(state: ServerState) -> APIRouter:
     @router.get("/models", response_model_exclude_unset=True, summary="List models")
     async def models(request: Request) -> ModelList:
         """The base model first, then the adapters by name."""
+        await state.directory.registry.see_changes(thorough=True)
         served = state.directory.served(request.scope["tenant"])
         return ModelList(object="list", data=[_base(state), *(_card(state, each) for each in served)])
 
@@ -26,6 +27,7 @@ def models_router(state: ServerState) -> APIRouter:
         """One entry of the list; adapters also as `base:adapter`."""
         if model == state.base_name:
             return _base(state)
+        await state.directory.registry.see_changes(thorough=True)
         name = model.removeprefix(f"{state.base_name}:")
         for served in state.directory.served(request.scope["tenant"]):
             if served.name == name:

@@ -126,8 +126,12 @@ class AdapterLibrary(Protocol):
         replace: bool,
         owner: str = "",
         visibility: Visibility | None = None,
+        tenant: str | None = None,
     ) -> Registered:
-        """Make a name mean a version. Raises `NameTaken`, or `AdapterNotFound` if the version was deleted meanwhile."""
+        """Make a name mean a version; see `Registry.set_alias`.
+
+        Raises `NameTaken`, or `AdapterNotFound` if the version was deleted meanwhile.
+        """
         ...
 
     def rollback_target(self, name: str, to: str | None) -> StoredAdapter:

@@ -140,7 +140,7 @@ class Service:
         await self._engine.start()
         await importing
         tokenizer = await asyncio.to_thread(load_tokenizer, Path(self._engine.info.model_path))
-        registered = await state.directory.sync()
+        registered = await state.directory.registry.sync()
         for order in self._orders:
             entry = await state.directory.load(order)
             assert entry.served is not None

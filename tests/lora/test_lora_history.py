@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_lora_store import SOURCE, adapter, entries, put
 
-from loraserve.errors import AdapterNotFound, AmbiguousVersion, NoOlderVersion
+from loraserve.errors import AdapterNotFound, AmbiguousVersion, NameTaken, NoOlderVersion
 from loraserve.lora.records import encode
 from loraserve.lora.store import AdapterStore
 
@@ -111,11 +111,45 @@ def test_last_use_and_tiers(store: AdapterStore, versions: list[str]) -> None:
     store.note_use({})
     store.set_alias("a", versions[2], replace=True)
     (a, of_a), (b, of_b) = store.registered()
-    assert (a.name, a.version, a.last_used_at, a.visibility) == ("a", versions[2], 5.0, "public")
+    assert (a.name, a.version, a.last_used_at) == ("a", versions[2], 5.0)
     assert (b.last_used_at, of_a.tier, of_b.tier) == (None, "disk", "disk")
     assert store.version(versions[0]).tier == "device"
     store.note_use({}, {versions[1]: "host"})
     assert [store.version(version).tier for version in versions[:2]] == ["disk", "host"]
+
+
+def test_what_is_private_stays_so(store: AdapterStore, versions: list[str]) -> None:
+    store.set_alias("a", versions[0], owner="tenant", visibility="private")
+    for version in (versions[1], versions[2]):
+        alias = store.set_alias("a", version, replace=True)
+        assert (alias.version, alias.owner, alias.visibility) == (version, "tenant", "private")
+    assert store.roll_back("a").owner == "tenant"
+    for replacing in (False, True):
+        with pytest.raises(NameTaken):
+            store.set_alias("a", versions[1], replace=replacing, tenant="other")
+    assert store.set_alias("a", versions[0], replace=True, tenant="tenant").visibility == "private"
+    alias = store.set_alias("a", versions[0], visibility="public")
+    assert (alias.owner, alias.visibility) == ("", "public")
+    assert store.set_alias("a", versions[1], replace=True, tenant="other").version == versions[1]
+
+
+def test_use_by_another_process_is_no_change_of_names(store: AdapterStore, versions: list[str], tmp_path: Path) -> None:
+    store.set_alias("mine", versions[0])
+    with AdapterStore(tmp_path / "data") as other:
+        store.changed_by_others()
+        other.note_use({"mine": 7.0}, {versions[0]: "device"})
+        assert not store.changed_by_others()
+        for change in (
+            lambda: other.set_pinned("mine", True),
+            lambda: other.set_alias("mine", versions[0], owner="tenant", visibility="private"),
+            lambda: other.set_alias("mine", versions[1], replace=True),
+            lambda: other.roll_back("mine"),
+            lambda: other.remove_alias("mine"),
+        ):
+            change()
+            assert store.changed_by_others()
+            other.note_use({"mine": 8.0})
+            assert not store.changed_by_others()
 
 
 def test_changes_by_another_process_are_noticed(store: AdapterStore, versions: list[str], tmp_path: Path) -> None:

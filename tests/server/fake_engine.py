@@ -306,6 +306,7 @@ class FakeLibrary(NameBook):
         self.gate: threading.Event | None = None
         self.reported: dict[str, Any] = {}  # fields of the load reports that are not the plain ones
         self.adds = 0
+        self.changed = False  # by another process; told once
         self.templates: dict[str, str] = {}
         self.holds: Counter[tuple[str, str | None]] = Counter()
         self._lock = threading.Lock()
@@ -386,4 +387,6 @@ class FakeLibrary(NameBook):
         raise NotImplementedError
 
     def is_changed(self, *, wait: bool) -> bool:
-        return False
+        with self._lock:
+            changed, self.changed = self.changed, False
+        return changed

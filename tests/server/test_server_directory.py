@@ -446,7 +446,7 @@ async def test_what_the_engine_refuses_is_failed_and_waits_for_its_back_off(
     engine.refuse[version] = AdapterRefused(AdapterFault.SHAPE_MISMATCH, "made for another base")
     restarted = AdapterDirectory(engine, library, InFlight(engine), BASE, clock=clock)
     engine.load_calls.clear()
-    await restarted.sync()
+    await restarted.registry.sync()
     entry = restarted.entry("a")
     assert restarted.failure_of(entry) is None
     for _ in range(5):

@@ -25,7 +25,7 @@ async def restarted(server: ServerState, engine: FakeEngine, library: FakeLibrar
     engine.loaded.clear()
     again = AdapterDirectory(engine, library, InFlight(engine), "base")
     try:
-        await bring_back(await again.sync(), again)
+        await bring_back(await again.registry.sync(), again)
         return list(engine.load_calls)
     finally:
         await again.close()
