@@ -21,6 +21,7 @@ from loraserve.kernels.huge_pages import Arena
 
 Array = np.ndarray[Any, Any]
 
+_SERIAL_WORK = 1 << 17  # multiply-adds below which one thread is faster than waking the others
 _DEPTH = 1024  # inputs of a panel taken at a time: 192 KiB of it with AVX-512
 
 
@@ -100,10 +101,15 @@ def linear_share(x: Array, panels: Array, bias: Array, y: Array, first: int, las
         piece = end
 
 
+@compiled
+def num_pieces(rows: int, bias: Array) -> Any:
+    """Row tiles times panels."""
+    return (rows + TILE_ROWS - 1) // TILE_ROWS * (bias.shape[0] // TILE_COLUMNS)
+
+
 @compiled_parallel
 def linear_parallel(x: Array, panels: Array, bias: Array, y: Array, workers: int) -> None:
-    tiles = (x.shape[0] + TILE_ROWS - 1) // TILE_ROWS
-    pieces = bias.shape[0] // TILE_COLUMNS * tiles
+    pieces = num_pieces(x.shape[0], bias)
     for worker in prange(workers):
         linear_share(x, panels, bias, y, pieces * worker // workers, pieces * (worker + 1) // workers)
 
@@ -121,7 +127,11 @@ class PanelLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [n, in] float32, contiguous → new [n, out]."""
         y = torch.empty(x.shape[0], self.out_features)
-        linear_parallel(x.numpy(), self.panels, self.bias, y.numpy(), self.workers)
+        arrays = (x.numpy(), self.panels, self.bias, y.numpy())
+        if self.workers == 1 or x.shape[0] * self.in_features * self.out_features < _SERIAL_WORK:
+            linear_share(*arrays, 0, num_pieces(x.shape[0], self.bias))
+        else:
+            linear_parallel(*arrays, self.workers)
         return y
 
 

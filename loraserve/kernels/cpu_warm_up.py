@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from loraserve.kernels import cpu_affine, cpu_attention, cpu_attention_plan, cpu_lora_plan, cpu_pointwise
+from loraserve.kernels import cpu_affine, cpu_attention, cpu_attention_plan, cpu_linear, cpu_lora_plan, cpu_pointwise
 from loraserve.kernels.metadata import AttentionBatch, LoraSegments, LoraTarget
 from loraserve.kernels.reference import ACTIVATIONS
 
@@ -24,7 +24,9 @@ def compile_all(ops: CpuOps) -> None:
     ops.add_rms_norm(x, x.clone(), x[0], 1e-6)
     for activation in ACTIVATIONS:
         ops.act_and_mul(x, activation)
-    ops.pack_linear(torch.ones(8, 16), None)(x)
+    linear = cpu_linear.pack(torch.ones(8, 16), None, ops.workers)
+    linear(x)
+    cpu_linear.linear_parallel(x.numpy(), linear.panels, linear.bias, torch.empty(2, 8).numpy(), ops.workers)
     _attention(ops)
     _lora(ops)
     _parallel_pointwise(ops.workers)
