@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -71,9 +72,11 @@ class Database:
             found = db.execute("PRAGMA user_version").fetchone()[0]
             if found > SCHEMA_VERSION:
                 raise StorageFailed(f"the adapter store was written by a newer version (schema {found})")
+            if found == SCHEMA_VERSION:
+                return  # nothing is written, so that a full disk is no reason not to start
             # 0 is a new file. Each statement by itself: `executescript` would end the transaction.
             scripts = [_MIGRATIONS[number] for number in range(found, SCHEMA_VERSION) if found] or [_SCHEMA]
-            for statement in ";".join(scripts).split(";") if found < SCHEMA_VERSION else ():
+            for statement in ";".join(scripts).split(";"):
                 db.execute(statement)
             db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
@@ -89,10 +92,18 @@ class Database:
             self._connection.execute("BEGIN IMMEDIATE" if write else "BEGIN")
             try:
                 yield self._connection
-            except BaseException:
-                self._connection.execute("ROLLBACK")
+                self._connection.execute("COMMIT")
+            except BaseException as error:
+                self._give_up(error)
                 raise
-            self._connection.execute("COMMIT")
+
+    def _give_up(self, error: BaseException) -> None:
+        if self._connection.in_transaction:  # some errors have ended it
+            self._connection.execute("ROLLBACK")
+        if _is_full(error):
+            # The log of changes may be larger than all tables: what is in them need not be there as well.
+            with contextlib.suppress(sqlite3.Error):
+                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def data_version(self, *, wait: bool = True) -> int | None:
         """A number that changes when another connection has changed the file; None if not `wait` and it is in use."""
@@ -112,6 +123,11 @@ def _database_errors() -> Iterator[None]:
     except LoraserveError:
         raise
     except sqlite3.Error as error:
-        if getattr(error, "sqlite_errorname", "") == "SQLITE_FULL" or "disk is full" in str(error):
+        if _is_full(error):
             raise DiskFull("no room left for the adapter store's database") from error
         raise StorageFailed(f"the adapter store's database failed: {error}") from error
+
+
+def _is_full(error: BaseException) -> bool:
+    # Python 3.10 does not tell the code.
+    return isinstance(error, sqlite3.Error) and "disk is full" in str(error)

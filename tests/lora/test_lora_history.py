@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_lora_store import SOURCE, adapter, entries, put
 
-from loraserve.errors import AdapterNotFound, AmbiguousVersion, NameTaken, NoOlderVersion
+from loraserve.errors import AdapterNotFound, AmbiguousVersion, DiskFull, NameTaken, NoOlderVersion
 from loraserve.lora.records import encode
 from loraserve.lora.store import AdapterStore
 
@@ -136,7 +136,8 @@ def test_what_is_private_stays_so(store: AdapterStore, versions: list[str]) -> N
 def test_use_by_another_process_is_no_change_of_names(store: AdapterStore, versions: list[str], tmp_path: Path) -> None:
     store.set_alias("mine", versions[0])
     with AdapterStore(tmp_path / "data") as other:
-        store.changed_by_others()
+        other.note_use({"mine": 6.0})
+        store.changed_by_others()  # its own change may count once
         other.note_use({"mine": 7.0}, {versions[0]: "device"})
         assert not store.changed_by_others()
         for change in (
@@ -150,6 +151,32 @@ def test_use_by_another_process_is_no_change_of_names(store: AdapterStore, versi
             assert store.changed_by_others()
             other.note_use({"mine": 8.0})
             assert not store.changed_by_others()
+
+
+def test_a_full_disk(store: AdapterStore, versions: list[str], tmp_path: Path) -> None:
+    log = tmp_path / "data" / "registry.sqlite3-wal"
+    assert log.stat().st_size > 0
+    connection = store._registry._database._connection
+    connection.execute(f"PRAGMA max_page_count={connection.execute('PRAGMA page_count').fetchone()[0]}")
+
+    def fill() -> None:
+        for number in range(1000):
+            store.set_alias(f"name-{number}", versions[0])
+
+    with pytest.raises(DiskFull):
+        fill()
+    kept = store.aliases()
+    assert kept, "the earlier ones are there"
+    assert log.stat().st_size == 0, "the log has made room"
+    with pytest.raises(DiskFull):
+        store.set_alias("another", versions[0])
+    assert store.aliases() == kept
+    with AdapterStore(tmp_path / "data") as again:
+        assert again.aliases() == kept
+    store.remove_alias(kept[0].name)
+    connection.execute("PRAGMA max_page_count=1000000")
+    store.set_alias("another", versions[0])
+    assert len(store.aliases()) == len(kept)
 
 
 def test_changes_by_another_process_are_noticed(store: AdapterStore, versions: list[str], tmp_path: Path) -> None:
