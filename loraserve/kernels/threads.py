@@ -34,7 +34,7 @@ def configure_threads(num_threads: int | None) -> int:
     # on a busy machine that made a step 30 times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # But waking a sleeping thread costs more than many an operator: threads look for work for about 0.1 ms first, the
-    # time between two operators, which took a fifth off a step. On a busy machine so short a wait does no harm.
+    # time between two operators, which took a fifth off a step. Who shares the cores with others may set it lower.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
         os.environ[name] = str(count)
