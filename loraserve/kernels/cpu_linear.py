@@ -101,15 +101,9 @@ def linear_share(x: Array, panels: Array, bias: Array, y: Array, first: int, las
         piece = end
 
 
-@compiled
-def num_pieces(rows: int, bias: Array) -> Any:
-    """Row tiles times panels."""
-    return (rows + TILE_ROWS - 1) // TILE_ROWS * (bias.shape[0] // TILE_COLUMNS)
-
-
 @compiled_parallel
 def linear_parallel(x: Array, panels: Array, bias: Array, y: Array, workers: int) -> None:
-    pieces = num_pieces(x.shape[0], bias)
+    pieces = (x.shape[0] + TILE_ROWS - 1) // TILE_ROWS * (bias.shape[0] // TILE_COLUMNS)
     for worker in prange(workers):
         linear_share(x, panels, bias, y, pieces * worker // workers, pieces * (worker + 1) // workers)
 
@@ -129,7 +123,8 @@ class PanelLinear:
         y = torch.empty(x.shape[0], self.out_features)
         arrays = (x.numpy(), self.panels, self.bias, y.numpy())
         if self.workers == 1 or x.shape[0] * self.in_features * self.out_features < _SERIAL_WORK:
-            linear_share(*arrays, 0, num_pieces(x.shape[0], self.bias))
+            tiles = (x.shape[0] + TILE_ROWS - 1) // TILE_ROWS
+            linear_share(*arrays, 0, tiles * (self.bias.shape[0] // TILE_COLUMNS))
         else:
             linear_parallel(*arrays, self.workers)
         return y
