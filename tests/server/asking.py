@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import httpx
-from conftest import BASE
 from fake_engine import FakeLibrary
+from server_parts import BASE
 
 from loraserve.server.entries import LoadOrder
 from loraserve.server.ports import AdapterPlace

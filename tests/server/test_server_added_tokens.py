@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 from asking import load, ok, post, refused
-from conftest import BASE
 from fake_engine import FakeEngine, FakeLibrary, byte_fallback_tokenizer, byte_level_tokenizer
+from server_parts import BASE
 
 from loraserve.lora.spec import AddedToken
 from loraserve.server.adapter_texts import MAX_KEPT

@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import BASE, eventually
 from fake_engine import FakeEngine, FakeLibrary
+from server_parts import BASE, eventually
 
 from loraserve.errors import AdapterFault, AdapterRefused
 

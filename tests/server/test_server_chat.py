@@ -7,8 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import BASE, open_client
 from fake_engine import FakeEngine, FakeLibrary, byte_level_tokenizer
+from server_parts import BASE, open_client
 
 from loraserve.server.app import build_app, make_state
 from loraserve.server.entries import LoadOrder

@@ -6,8 +6,8 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import BASE
 from fake_engine import FakeEngine, FakeLibrary
+from server_parts import BASE
 
 from loraserve.errors import AdapterFault, AdapterRefused, EngineDead
 

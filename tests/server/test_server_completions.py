@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 from asking import events, load, ok, refused
-from conftest import BASE
 from fake_engine import FakeEngine, FakeLibrary
+from server_parts import BASE
 
 from loraserve.errors import AdapterFailed, Overloaded
 from loraserve.server.state import ServerState

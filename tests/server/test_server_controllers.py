@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import BASE, open_client
 from fake_engine import FakeEngine, FakeLibrary
+from server_parts import BASE, open_client
 
 from loraserve.engine.messages import EngineStats
 from loraserve.server.app import build_app

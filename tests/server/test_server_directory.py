@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import BASE, eventually
 from fake_engine import FakeEngine, FakeLibrary
+from server_parts import BASE, eventually
 
 from loraserve.errors import (
     AdapterError,

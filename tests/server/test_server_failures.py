@@ -7,9 +7,9 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import BASE, open_client
 from fake_engine import FakeEngine
 from fastapi import FastAPI
+from server_parts import BASE, open_client
 
 import loraserve.errors
 from loraserve.errors import AdapterFault, AdapterRefused, LoraserveError, from_wire

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 from asking import load, ok, post, refused
-from conftest import BASE
 from fake_engine import FakeEngine, FakeLibrary, byte_fallback_tokenizer, byte_level_tokenizer
+from server_parts import BASE
 
 from loraserve.config import ServerConfig
 from loraserve.server.auth import Auth

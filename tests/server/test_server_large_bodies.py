@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 from asking import ok, post, refused
-from conftest import BASE
 from fake_engine import FakeEngine
 from pydantic import ValidationError
+from server_parts import BASE
 
 from loraserve.sampling import MAX_STOP_CHARS
 from loraserve.server.protocol import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 
 import openai
 import pytest
-from conftest import BASE, LiveServer
 from fake_engine import FakeEngine, FakeLibrary
 from openai.types.chat import ChatCompletionMessageParam
+from server_parts import BASE, LiveServer
 
 from loraserve.errors import AdapterFailed, EngineDead, LoraserveError, Overloaded, RequestTimedOut
 from loraserve.server.app import build_app

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 from asking import events, load, ok, refused
-from conftest import BASE, make_config, open_client
 from fake_engine import FakeEngine, FakeLibrary
+from server_parts import BASE, make_config, open_client
 
 from loraserve.server.app import build_app, make_state
 from loraserve.server.state import ServerState

@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import BASE, LiveServer, eventually, open_client
 from fake_engine import FakeEngine, FakeLibrary
+from server_parts import BASE, LiveServer, eventually, open_client
 from test_server_admin import code, load
 
 from loraserve import __version__

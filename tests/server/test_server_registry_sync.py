@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 from asking import load
-from conftest import eventually, open_client
 from fake_engine import FakeLibrary
+from server_parts import eventually, open_client
 
 from loraserve.errors import NameTaken, StorageFailed
 from loraserve.lora.registry import Registry

@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import BASE, eventually, make_config
 from fake_engine import FakeEngine
+from server_parts import BASE, eventually, make_config
 from test_server_library import GEOMETRY, make_adapter
 from transformers import PreTrainedTokenizerFast
 

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from conftest import BASE, open_client
 from fake_engine import FakeEngine, FakeLibrary, byte_level_tokenizer
+from server_parts import BASE, open_client
 
 from loraserve.errors import AdapterRefused, ChatTemplateFailed, InvalidRequest, NameTaken
 from loraserve.lora.chat_template import MAX_TEMPLATE, read_chat_template
